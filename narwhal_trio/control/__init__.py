@@ -1,0 +1,1 @@
+"""Background control of a fleet: monitoring, probing, role moves, lifecycle."""

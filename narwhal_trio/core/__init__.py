@@ -1,0 +1,1 @@
+"""The trio mechanisms under the router: lifetimes, FIFO admission, supervision."""

@@ -1,0 +1,1 @@
+"""Journal, metrics and log: they watch requests and never decide about them."""

@@ -1,0 +1,1 @@
+"""One request from arrival to outcome, and the router that owns the running ones."""

@@ -1,0 +1,1 @@
+"""Pure scheduling policy over plain values; time arrives as an argument."""

@@ -1,0 +1,109 @@
+"""Values that every other module may use: ids, the closed vocabularies of phases, roles, terminals and causes. No I/O, no clock."""
+
+from __future__ import annotations
+
+import enum
+from typing import NewType
+
+RequestId = NewType("RequestId", str)
+"""Router-made UUID of one client request, the `x-request-id` of its answer."""
+
+EngineId = NewType("EngineId", str)
+"""The `iid` of one configured engine."""
+
+
+class Endpoint(enum.Enum):
+    """The two completion routes. `path` is the same towards clients and engines."""
+
+    COMPLETIONS = "completions"
+    CHAT = "chat.completions"
+
+    @property
+    def path(self) -> str:
+        return "/v1/completions" if self is Endpoint.COMPLETIONS else "/v1/chat/completions"
+
+    @property
+    def response_object(self) -> str:
+        """The `object` member of an assembled response."""
+        return "text_completion" if self is Endpoint.COMPLETIONS else "chat.completion"
+
+
+class Role(enum.Enum):
+    """What an engine is used for."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Phase(enum.Enum):
+    """Where a request is. Every 504 names one of these; the order is the request's way through the router."""
+
+    BODY = "body"
+    QUEUE = "queue"
+    SIZING = "sizing"
+    PREFILL_SEAT = "prefill_seat"
+    PREFILL = "prefill"
+    HANDOFF = "handoff"
+    DECODE_SEAT = "decode_seat"
+    FIRST_TOKEN = "first_token"
+    STREAM = "stream"
+    BACKOFF = "backoff"
+    WRITE = "write"
+
+    @property
+    def public(self) -> str:
+        """The coarse name used as `type` of engine faults and in journals: admission, queue, prefill, decode or backoff."""
+        return _PUBLIC_PHASE[self]
+
+
+_PUBLIC_PHASE = {
+    Phase.BODY: "admission",
+    Phase.QUEUE: "queue",
+    Phase.SIZING: "admission",
+    Phase.PREFILL_SEAT: "queue",
+    Phase.PREFILL: "prefill",
+    Phase.HANDOFF: "decode",
+    Phase.DECODE_SEAT: "decode",
+    Phase.FIRST_TOKEN: "decode",
+    Phase.STREAM: "decode",
+    Phase.BACKOFF: "backoff",
+    Phase.WRITE: "decode",
+}
+
+
+class Terminal(enum.Enum):
+    """How a request ended. Exactly one per offered request."""
+
+    COMPLETED = "completed"
+    FAILED = "failed"
+    REFUSED = "refused"
+    REJECTED = "rejected"
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+    INVALID = "invalid"
+
+    @property
+    def counter(self) -> str:
+        """Name of the counter that this terminal increments."""
+        return _COUNTER[self]
+
+
+_COUNTER = {
+    Terminal.COMPLETED: "served",
+    Terminal.FAILED: "failed",
+    Terminal.REFUSED: "refused",
+    Terminal.REJECTED: "rejected",
+    Terminal.EXPIRED: "expired",
+    Terminal.CANCELLED: "cancelled",
+    Terminal.INVALID: "invalid_requests",
+}
+
+
+class AbortCause(enum.Enum):
+    """Who ended a request early. Recorded by whoever cancels, before cancelling; never deduced from a clock."""
+
+    DEADLINE = "deadline"
+    CLIENT = "client"
+    DELETE = "delete"
+    SHUTDOWN = "shutdown"
+    HOST = "host"
