@@ -1,4 +1,4 @@
-"""Values that every other module may use: ids, the closed vocabularies of phases, roles, terminals and causes. No I/O, no clock."""
+"""Values that every other module may use: ids and the closed vocabularies of phases, roles, terminals and causes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Phase(enum.Enum):
 
     @property
     def public(self) -> str:
-        """The coarse name used as `type` of engine faults and in journals: admission, queue, prefill, decode or backoff."""
+        """The coarse name, `type` of engine faults: admission, queue, prefill, decode or backoff."""
         return _PUBLIC_PHASE[self]
 
 

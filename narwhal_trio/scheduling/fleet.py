@@ -1,0 +1,151 @@
+"""The fleet as scheduling sees it: engines, who resides on them, and whether they may be used. Pure: no I/O, no clock.
+
+Sums are kept incrementally, so that a placement looks at a few numbers per engine however many requests reside there.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+import attrs
+
+from narwhal_trio.types import EngineId, Role
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from typing import Self
+
+    from narwhal_trio.types import RequestId
+
+__all__ = ["Claim", "Engine", "Fleet", "Hold", "Work"]
+
+
+class Hold(enum.Enum):
+    """Reasons for which an engine takes no new work. Independent of each other; any one suffices."""
+
+    EJECTED = "ejected"
+    DRAINING = "draining"
+    SWITCHING = "switching"
+    QUARANTINED = "quarantined"
+    SUSPECT = "suspect"
+
+
+@attrs.define(eq=False)
+class Work:
+    """What one request asks of the fleet, in tokens. Mutable: sizing replaces the estimate, output grows while it streams.
+
+    input_tokens: prompt length, an estimate until `exact`. wanted_tokens: the client's limit, None if it set none.
+    """
+
+    rid: RequestId
+    input_tokens: int
+    wanted_tokens: int | None = None
+    exact: bool = False
+    output_tokens: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of KV cache that this request holds while it decodes."""
+        return self.input_tokens + self.output_tokens
+
+
+@attrs.define(eq=False)
+class Engine:
+    """One engine's scheduling state. Seats are limits on residents per phase; 0 means none."""
+
+    id: EngineId
+    role: Role
+    pinned: bool = False
+    prefill_seats: int = 0
+    decode_seats: int = 0
+    holds: set[Hold] = attrs.Factory(set)
+    prefills: dict[RequestId, Work] = attrs.Factory(dict)
+    decodes: dict[RequestId, Work] = attrs.Factory(dict)
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+
+    @property
+    def live(self) -> bool:
+        return not self.holds
+
+    def residents(self, role: Role) -> int:
+        return len(self.prefills if role is Role.PREFILL else self.decodes)
+
+    def has_seat(self, role: Role) -> bool:
+        seats = self.prefill_seats if role is Role.PREFILL else self.decode_seats
+        return seats == 0 or self.residents(role) < seats
+
+
+class Claim:
+    """One request's place on one engine for one phase. A context manager; leaving it frees the place exactly once."""
+
+    __slots__ = ("_fleet", "_tokens", "engine", "released", "role", "work")
+
+    def __init__(self, fleet: Fleet, engine: Engine, role: Role, work: Work) -> None:
+        self._fleet = fleet
+        self.engine = engine
+        self.role = role
+        self.work = work
+        self._tokens = work.length
+        self.released = False
+        if role is Role.PREFILL:
+            engine.prefills[work.rid] = work
+            engine.prefill_tokens += self._tokens
+        else:
+            engine.decodes[work.rid] = work
+            engine.decode_tokens += self._tokens
+
+    def grow(self, tokens: int) -> None:
+        """Account for `tokens` more of output held on the engine."""
+        self._tokens += tokens
+        self.engine.decode_tokens += tokens
+
+    def release(self) -> None:
+        if self.released:
+            return
+        self.released = True
+        engine = self.engine
+        if self.role is Role.PREFILL:
+            del engine.prefills[self.work.rid]
+            engine.prefill_tokens -= self._tokens
+        else:
+            del engine.decodes[self.work.rid]
+            engine.decode_tokens -= self._tokens
+        self._fleet.changed()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.release()
+
+
+class Fleet:
+    """All engines by id. `on_change` runs after anything that may let a waiting request through."""
+
+    def __init__(self, engines: Iterable[Engine], on_change: Callable[[], None] | None = None) -> None:
+        self.engines: dict[EngineId, Engine] = {engine.id: engine for engine in engines}
+        self.on_change = on_change
+
+    def __iter__(self) -> Iterator[Engine]:
+        return iter(self.engines.values())
+
+    def changed(self) -> None:
+        if self.on_change is not None:
+            self.on_change()
+
+    def claim(self, engine: Engine, role: Role, work: Work) -> Claim:
+        return Claim(self, engine, role, work)
+
+    def live(self, role: Role | None = None) -> list[Engine]:
+        """Engines that take new work, of one role or of any."""
+        return [engine for engine in self if engine.live and (role is None or engine.role is role)]
+
+    def hold(self, engine_id: EngineId, hold: Hold) -> None:
+        self.engines[engine_id].holds.add(hold)
+        self.changed()
+
+    def lift(self, engine_id: EngineId, hold: Hold) -> None:
+        self.engines[engine_id].holds.discard(hold)
+        self.changed()
