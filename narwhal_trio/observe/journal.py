@@ -282,7 +282,7 @@ class Journal:
             else:
                 await trio.lowlevel.checkpoint()
                 function(*args)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a path that no file can have
             self._write_errors += 1
             self._failures_in_row += 1
             self._complain(error)
@@ -292,7 +292,7 @@ class Journal:
             self._complain(rotation_error)
         return True
 
-    def _complain(self, error: OSError) -> None:
+    def _complain(self, error: Exception) -> None:
         if (held_back := self._complaints.permit()) is not None:
             _log.error(
                 "journal write failed, will try again",

@@ -30,7 +30,12 @@ def make_record(rid: str = "r", **fields: object) -> Record:
 
 
 def end(
-    books: Accounting, condition: Condition, *, phase: Phase = Phase.BODY, output_started: bool = False, **fields: object
+    books: Accounting,
+    condition: Condition,
+    *,
+    phase: Phase = Phase.BODY,
+    output_started: bool = False,
+    **fields: object,
 ) -> Record:
     record = make_record(f"r{books.offered}", **fields)
     books.offer()
@@ -51,7 +56,17 @@ def test_each_condition_moves_exactly_its_counter(condition: Condition) -> None:
 
 def test_counters_have_the_public_names() -> None:
     assert list(make_books().counters()) == [
-        *("offered", "unsized_offered", "served", "failed", "refused", "rejected", "expired", "cancelled", "invalid_requests"),
+        *(
+            "offered",
+            "unsized_offered",
+            "served",
+            "failed",
+            "refused",
+            "rejected",
+            "expired",
+            "cancelled",
+            "invalid_requests",
+        ),
         *("open", "slo_met"),
     ]
 
@@ -157,7 +172,9 @@ def test_attempts_and_legs_are_counted_in_books_and_record() -> None:
         books.tokens_observed(record, 3)
         books.leg_ended(record, Role.DECODE, 1.0)
         if attempt == 1:
-            failure = AttemptFailure(at=101.0, attempt=1, phase="decode", reason="engine_connection", error_message="x" * 999)
+            failure = AttemptFailure(
+                at=101.0, attempt=1, phase="decode", reason="engine_connection", error_message="x" * 999
+            )
             books.attempt_failed(record, failure)
     record.conclude(Outcome(Condition.COMPLETED), ended_at=103.0, output_started=True)
     books.settle(record)
@@ -210,7 +227,13 @@ def test_hand_offs_end_exactly_once() -> None:
     books.handoff_opened()
     books.handoff_opened()
     books.handoff_closed(HandoffResult.LEASE_EXPIRED)
-    assert books.state()["kv_handoffs"] == {"open": 1, "decoded": 0, "released": 0, "lease_expired": 1, "engine_lost": 0}
+    assert books.state()["kv_handoffs"] == {
+        "open": 1,
+        "decoded": 0,
+        "released": 0,
+        "lease_expired": 1,
+        "engine_lost": 0,
+    }
     assert books.check_laws() == []
 
 
@@ -273,11 +296,41 @@ def row(record: Record) -> dict[str, object]:
 
 
 MISSION_FIELDS = {
-    *("rid", "client_rid", "arrived", "input_len", "input_sized", "wanted_len", "output_len", "ttft_s", "tpot_s", "first_byte_s"),
+    *(
+        "rid",
+        "client_rid",
+        "arrived",
+        "input_len",
+        "input_sized",
+        "wanted_len",
+        "output_len",
+        "ttft_s",
+        "tpot_s",
+        "first_byte_s",
+    ),
     *("decode_tpot_s", "queue_wait_s", "queue_waits", "admission_price", "duration_s", "attempts", "decode_attempts"),
-    *("attempt_failures", "decode_tokens_observed", "upstream_seconds", "prefill_iid", "decode_iid", "crossed", "cached_tokens"),
+    *(
+        "attempt_failures",
+        "decode_tokens_observed",
+        "upstream_seconds",
+        "prefill_iid",
+        "decode_iid",
+        "crossed",
+        "cached_tokens",
+    ),
     *("cache_placement", "token_accounting", "error", "status", "error_type", "error_code", "reason", "terminal"),
-    *("client", "deadline_asked_s", "deadline_s", "milestones", "condition", "sdk_retry_count", "stream", "endpoint", "seq", "seat_s"),
+    *(
+        "client",
+        "deadline_asked_s",
+        "deadline_s",
+        "milestones",
+        "condition",
+        "sdk_retry_count",
+        "stream",
+        "endpoint",
+        "seq",
+        "seat_s",
+    ),
 }
 
 
@@ -318,7 +371,9 @@ def test_row_of_a_client_that_left_names_no_error() -> None:
 
 def test_row_of_an_engine_fault_prefers_the_detail_that_clients_dont_see() -> None:
     record = make_record()
-    outcome = Outcome(Condition.ENGINE_FAULT, "Upstream request failed", phase=Phase.PREFILL, detail="EngineError: " + "d" * 2000)
+    outcome = Outcome(
+        Condition.ENGINE_FAULT, "Upstream request failed", phase=Phase.PREFILL, detail="EngineError: " + "d" * 2000
+    )
     record.conclude(outcome, ended_at=101.0, output_started=False)
     assert (record.error_type, record.error_code, record.reason) == ("prefill", "engine_fault", "engine_fault")
     assert (record.error or "").startswith("EngineError: ddd")
