@@ -6,7 +6,6 @@ so that no cancellation can fall between two counters. Pure: no clock, no I/O; i
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,7 +23,6 @@ __all__ = [
     "REASONS",
     "Accounting",
     "AttemptFailure",
-    "HandoffResult",
     "LegSeconds",
     "QueueWaits",
     "Record",
@@ -37,15 +35,6 @@ OTHER: Final = "other"
 
 STAGES: Final = ("admission", "prefill", "decode")
 """The queues that a request may wait in."""
-
-
-class HandoffResult(enum.Enum):
-    """What became of the KV blocks that one prefill left for a decode engine. Exactly one per hand-off."""
-
-    DECODED = "decoded"
-    RELEASED = "released"
-    LEASE_EXPIRED = "lease_expired"
-    ENGINE_LOST = "engine_lost"
 
 
 def _zeros() -> dict[Terminal, int]:
@@ -89,10 +78,6 @@ class Accounting:
     attempt_failures: Counter[tuple[str, str]] = attrs.field(factory=Counter, init=False)
     upstream_seconds: LegSeconds = attrs.field(factory=LegSeconds, init=False)
     decode_tokens_observed: int = attrs.field(default=0, init=False)
-
-    handoffs_opened: int = attrs.field(default=0, init=False)
-    handoffs_open: int = attrs.field(default=0, init=False)
-    handoffs: dict[HandoffResult, int] = attrs.field(factory=lambda: dict.fromkeys(HandoffResult, 0), init=False)
 
     ttft: Histogram = attrs.field(init=False)
     tpot: Histogram = attrs.field(init=False)
@@ -229,21 +214,6 @@ class Accounting:
             histogram = self.engine_close[cause, phase] = Histogram(CLOSE_BOUNDS)
         histogram.observe(seconds)
 
-    # KV hand-offs
-
-    def handoff_opened(self) -> None:
-        """A prefill engine holds KV blocks for a decode engine. Followed by exactly one `handoff_closed`."""
-        self.handoffs_opened += 1
-        self.handoffs_open += 1
-
-    def handoff_closed(self, result: HandoffResult) -> None:
-        """The blocks are no longer held. Raises `RuntimeError` when no hand-off is open."""
-        if self.handoffs_open <= 0:
-            msg = f"a KV hand-off was closed as {result.value} but none is open"
-            raise RuntimeError(msg)
-        self.handoffs_open -= 1
-        self.handoffs[result] += 1
-
     # Reading
 
     def counters(self) -> dict[str, int]:
@@ -258,7 +228,7 @@ class Accounting:
         return {reason: self.conditions[Condition(reason)] for reason in REASONS[terminal]}
 
     def state(self) -> dict[str, Any]:
-        """The books' part of `/narwhal/state`: top-level counters, `outcome_reasons`, `serving` and `kv_handoffs`."""
+        """The books' part of `/narwhal/state`: top-level counters, `outcome_reasons`, `cancelled_causes` and `serving`."""
         return {
             **self.counters(),
             "outcome_reasons": {terminal.counter: self.reasons(terminal) for terminal in REASONS},
@@ -278,10 +248,6 @@ class Accounting:
                 "upstream_seconds": {"prefill": self.upstream_seconds.prefill, "decode": self.upstream_seconds.decode},
                 "engine_legs_open": self.legs_open,
                 "settled_with_open_legs": self.settled_with_open_legs,
-            },
-            "kv_handoffs": {
-                "open": self.handoffs_open,
-                **{result.value: count for result, count in self.handoffs.items()},
             },
         }
 
@@ -314,7 +280,6 @@ class Accounting:
     def _laws(self, *, at_rest: bool) -> list[tuple[bool, str]]:
         ended = sum(self.terminals.values())
         served = self.terminals[Terminal.COMPLETED]
-        closed = sum(self.handoffs.values())
         histograms = [self.ttft, self.tpot, self.seat, *self.queue_waits.values(), *self.engine_close.values()]
         discarded = sum(histogram.discarded for histogram in histograms)
         laws = [
@@ -324,10 +289,6 @@ class Accounting:
             (self.unsized_offered <= ended, f"unsized_offered {self.unsized_offered} > ended {ended}"),
             (self.slo_met <= served, f"slo_met {self.slo_met} > served {served}"),
             (self.served_after_retry <= served, f"served_after_retry {self.served_after_retry} > served {served}"),
-            (
-                self.handoffs_opened == closed + self.handoffs_open,
-                f"hand-offs opened {self.handoffs_opened} != closed {closed} + open {self.handoffs_open}",
-            ),
             (
                 self.legs_open == sum(self._open_legs.values()),
                 f"engine legs open {self.legs_open} but not all have a request",

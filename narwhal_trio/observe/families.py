@@ -82,6 +82,7 @@ _ATTEMPTS: Final = (
     _gauge("engine_legs_open", "Engine legs that are working for a request now."),
     _counter("settled_with_open_legs", "Requests that counted as ended while an engine leg was open; must stay 0."),
     _gauge("kv_handoffs_open", "KV hand-offs that a prefill engine still holds blocks for."),
+    _gauge("kv_stranded_tokens", "Tokens in KV hand-offs that no request wants any more.", "iid"),
     _counter("kv_handoffs", "KV hand-offs by what became of their blocks.", "result"),
 )
 _LATENCIES: Final = (
@@ -138,6 +139,7 @@ _ENGINES: Final = (
     _gauge("pool_instances", "Engines of a role that may be placed on.", "role"),
     _gauge("pool_load", "Load of a role's engines; 1.0 is the target.", "role"),
     _gauge("resident_requests", "Requests on an engine by phase.", "iid", "phase"),
+    _gauge("engine_connections", "Connections to engines: in use by a leg, or idle and kept open.", "state"),
     _gauge("kv_lease_seconds", "How long a prefill engine holds KV blocks for a decode engine.", "iid"),
     _gauge("handoff_bound_seconds", "How old a KV hand-off of an engine may become.", "iid"),
     _gauge("engine_draining", "1 while an engine drains.", "iid"),

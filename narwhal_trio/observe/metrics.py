@@ -137,9 +137,6 @@ def _of_attempts(books: Accounting) -> Iterator[Sample]:
     yield "narwhal_upstream_seconds_total", ("decode",), books.upstream_seconds.decode
     yield "narwhal_engine_legs_open", (), books.legs_open
     yield "narwhal_settled_with_open_legs_total", (), books.settled_with_open_legs
-    yield "narwhal_kv_handoffs_open", (), books.handoffs_open
-    for result, count in books.handoffs.items():
-        yield "narwhal_kv_handoffs_total", (result.value,), count
     yield "narwhal_slo_seconds", ("ttft", _slo(books.slo_ttft_s)), books.slo_ttft_s
     yield "narwhal_slo_seconds", ("tpot", _slo(books.slo_tpot_s)), books.slo_tpot_s
 

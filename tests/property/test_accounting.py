@@ -1,4 +1,4 @@
-"""The accounting laws hold after every step of any history of requests, attempts, engine legs and KV hand-offs."""
+"""The accounting laws hold after every step of any history of requests, attempts and engine legs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import attrs
 import hypothesis.strategies as st
 import msgspec
 from hypothesis import given, settings
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from narwhal_trio.observe.accounting import Accounting, AttemptFailure, HandoffResult, QueueWaits, Record
+from narwhal_trio.observe.accounting import Accounting, AttemptFailure, QueueWaits, Record
 from narwhal_trio.observe.histogram import Histogram
 from narwhal_trio.outcomes import TABLE, Condition, Outcome
 from narwhal_trio.types import AbortCause, Phase, Role, Terminal
@@ -41,7 +41,6 @@ class Books(RuleBasedStateMachine):
         self.books = Accounting(slo_ttft_s=1.0, slo_tpot_s=0.05)
         self.open: list[Running] = []
         self.ended: list[Record] = []
-        self.handoffs = 0
 
     @rule(target=running, client=st.sampled_from(["", "alice", "bob"]), sized=st.booleans())
     def offer(self, client: str, sized: bool) -> Running:
@@ -100,17 +99,6 @@ class Books(RuleBasedStateMachine):
         self.books.settle(record)
         self.open.remove(run)
         self.ended.append(record)
-
-    @rule()
-    def handoff(self) -> None:
-        self.books.handoff_opened()
-        self.handoffs += 1
-
-    @precondition(lambda self: self.handoffs)
-    @rule(result=st.sampled_from(HandoffResult))
-    def handoff_ends(self, result: HandoffResult) -> None:
-        self.books.handoff_closed(result)
-        self.handoffs -= 1
 
     @invariant()
     def laws_hold(self) -> None:

@@ -11,7 +11,6 @@ from narwhal_trio.observe.accounting import (
     REASONS,
     Accounting,
     AttemptFailure,
-    HandoffResult,
     QueueWaits,
     Record,
     reason_of,
@@ -218,23 +217,6 @@ def test_a_leg_that_ends_twice_is_noticed() -> None:
     books.leg_ended(record, Role.DECODE, 1.0)
     books.leg_ended(record, Role.DECODE, 1.0)
     assert "engine legs open is negative: -1" in books.check_laws()
-
-
-def test_hand_offs_end_exactly_once() -> None:
-    books = make_books()
-    with pytest.raises(RuntimeError, match="closed as decoded but none is open"):
-        books.handoff_closed(HandoffResult.DECODED)
-    books.handoff_opened()
-    books.handoff_opened()
-    books.handoff_closed(HandoffResult.LEASE_EXPIRED)
-    assert books.state()["kv_handoffs"] == {
-        "open": 1,
-        "decoded": 0,
-        "released": 0,
-        "lease_expired": 1,
-        "engine_lost": 0,
-    }
-    assert books.check_laws() == []
 
 
 def test_cancellation_latency_is_kept_per_cause_and_phase() -> None:
