@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
     from structlog.typing import EventDict, ExcInfo, Processor, WrappedLogger
 
-__all__ = ["LEVELS", "RateLimited", "bound_request", "configure"]
+__all__ = ["LEVELS", "RateLimited", "bound_request", "configure", "printable"]
 
 LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 
 _NAMED_ESCAPES: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Text on one line and without anything a terminal would act on: log lines hold what engines and clients sent."""
     if text.isprintable():
         return text
@@ -35,14 +35,14 @@ def _printable(text: str) -> str:
 
 def _one_line(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
     return {
-        _printable(key): _printable(value) if isinstance(value, str) and key != "exception" else value
+        printable(key): printable(value) if isinstance(value, str) and key != "exception" else value
         for key, value in event.items()
     }
 
 
 def _value(value: object) -> str:
     """A value behind `key=`: quoted where blanks or quotes would blur its end."""
-    text = value if isinstance(value, str) else _printable(repr(value))
+    text = value if isinstance(value, str) else printable(repr(value))
     return repr(text) if not text or any(c in text for c in " '\"=") else text
 
 
@@ -123,7 +123,7 @@ def _terminal_renderer(*, colours: bool) -> structlog.dev.ConsoleRenderer:
 
 
 def _traceback(out: TextIO, exc_info: ExcInfo) -> None:
-    out.writelines(f"\n{_printable(line)}" for line in "".join(traceback.format_exception(*exc_info)).splitlines())
+    out.writelines(f"\n{printable(line)}" for line in "".join(traceback.format_exception(*exc_info)).splitlines())
 
 
 @contextlib.contextmanager
