@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from typing import Self
 
+    from narwhal_trio.scheduling.profile import Profile
     from narwhal_trio.types import RequestId
 
 __all__ = ["Claim", "Engine", "Fleet", "Hold", "Work"]
@@ -59,11 +60,16 @@ class Engine:
     pinned: bool = False
     prefill_seats: int = 0
     decode_seats: int = 0
+    profile: Profile | None = None
+    penalty_s: float = 0.0
+    """Added to this engine's prices while it is on probation."""
     holds: set[Hold] = attrs.Factory(set)
     prefills: dict[RequestId, Work] = attrs.Factory(dict)
     decodes: dict[RequestId, Work] = attrs.Factory(dict)
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    prefill_seconds: float = 0.0
+    """Sum of the resident prefills' profiled times; 0 without a profile."""
 
     @property
     def live(self) -> bool:
@@ -80,7 +86,7 @@ class Engine:
 class Claim:
     """One request's place on one engine for one phase. A context manager; leaving it frees the place exactly once."""
 
-    __slots__ = ("_fleet", "_tokens", "engine", "released", "role", "work")
+    __slots__ = ("_fleet", "_seconds", "_tokens", "engine", "released", "role", "work")
 
     def __init__(self, fleet: Fleet, engine: Engine, role: Role, work: Work) -> None:
         self._fleet = fleet
@@ -89,7 +95,11 @@ class Claim:
         self.work = work
         self._tokens = work.length
         self.released = False
+        self._seconds = 0.0
         if role is Role.PREFILL:
+            if engine.profile is not None:
+                self._seconds = engine.profile.prefill_seconds(work.input_tokens)
+                engine.prefill_seconds += self._seconds
             engine.prefills[work.rid] = work
             engine.prefill_tokens += self._tokens
         else:
@@ -109,6 +119,8 @@ class Claim:
         if self.role is Role.PREFILL:
             del engine.prefills[self.work.rid]
             engine.prefill_tokens -= self._tokens
+            # Float sums drift; an engine without prefills has exactly none.
+            engine.prefill_seconds = engine.prefill_seconds - self._seconds if engine.prefills else 0.0
         else:
             del engine.decodes[self.work.rid]
             engine.decode_tokens -= self._tokens

@@ -61,7 +61,11 @@ def place(
         if not engine.has_seat(role):
             continue
         if role is Role.PREFILL:
-            cost = (float(engine.decode_tokens), float(engine.prefill_tokens + work.input_tokens))
+            if engine.profile is None:
+                backlog = float(engine.prefill_tokens + work.input_tokens)
+            else:
+                backlog = engine.prefill_seconds + engine.profile.prefill_seconds(work.input_tokens)
+            cost = (float(engine.decode_tokens), backlog + engine.penalty_s)
         else:
             cost = (float(engine.prefill_tokens), float(engine.decode_tokens + work.length))
         if best is None or (cost, engine.id) < (best.cost, best.engine.id):

@@ -1,0 +1,339 @@
+"""The public face: `open_router` for trio programs that embed the router, and the `Router` it yields.
+
+A router lives inside its `async with` block and nowhere else: no signal handlers, no global state, no task outside its nursery.
+Cancelling the caller's own scope is the cancellation of a request; leaving the block ends everything.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import trio
+
+from narwhal_trio.config import RouterConfig, load_config, read_credentials
+from narwhal_trio.edge.asgi import AsgiApp
+from narwhal_trio.edge.listen import open_listeners, serve, server_context
+from narwhal_trio.edge.memory import MemoryInbound, MemorySink
+from narwhal_trio.edge.routes import Application
+from narwhal_trio.edge.settings import EdgeSettings, EdgeState
+from narwhal_trio.observe.accounting import Accounting
+from narwhal_trio.observe.journal import Journal
+from narwhal_trio.protocol.sse import SseParser
+from narwhal_trio.router.core import RouterCore
+from narwhal_trio.router.request import RequestRun
+from narwhal_trio.types import AbortCause, Endpoint, RequestId
+from narwhal_trio.wire.stream import SocketDialer
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+    from typing import Self
+
+    from narwhal_trio.edge.listen import SocketListener
+    from narwhal_trio.observe.journal_file import LineFile
+    from narwhal_trio.wire.stream import Dialer
+
+__all__ = ["EventStream", "RequestFailed", "Router", "open_router"]
+
+_EXIT_S = 5.0
+"""Longest time for which leaving `open_router` waits for requests of other tasks to come to their end."""
+_SWEEP_S = 1.0
+
+
+class RequestFailed(Exception):  # noqa: N818 - the pinned name of the embedding API
+    """A request that did not complete: the row of the outcome table, as a client would have read it.
+
+    status: HTTP status, or the one that a failure after the start of a stream would have had as its reason (200).
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        type: str,
+        code: str | None,
+        param: str | None,
+        headers: Mapping[str, str],
+    ) -> None:
+        super().__init__(f"{status} {type}{f'/{code}' if code else ''}: {message}")
+        self.status = status
+        self.message = message
+        self.type = type
+        self.code = code
+        self.param = param
+        self.headers = dict(headers)
+
+    @classmethod
+    def of_body(cls, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> RequestFailed:
+        try:
+            error = msgspec.json.decode(body)["error"]
+            text = (str(error["message"]), str(error["type"]), error["code"], error["param"])
+        except (msgspec.DecodeError, KeyError, TypeError):
+            text = ("the request failed", "internal_error", None, None)
+        message, kind, code, param = text
+        return cls(
+            status, message, kind, code, param, {name.decode(): value.decode("latin-1") for name, value in headers}
+        )
+
+
+class EventStream:
+    """Events of one running request, as decoded engine objects. Iterate it inside its `async with router.stream(...)` block.
+
+    Ends after the engine's `[DONE]`. Raises `RequestFailed` for a refusal and for a failure after the first event.
+    """
+
+    def __init__(self, sink: MemorySink) -> None:
+        self._sink = sink
+        self._parser = SseParser(1 << 30)
+        self._ready: list[dict[str, Any]] = []
+        self._done = False
+
+    @property
+    def request_id(self) -> str | None:
+        """The router's id of this request, once its response has begun."""
+        return next((value.decode() for name, value in self._sink.headers if name == b"x-request-id"), None)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> dict[str, Any]:
+        while not self._ready:
+            if self._done:
+                raise StopAsyncIteration
+            await self._fill()
+        event = self._ready.pop(0)
+        if "error" in event:
+            self._done, self._ready = True, []
+            raise RequestFailed.of_body(200, msgspec.json.encode(event), self._sink.headers)
+        return event
+
+    async def _fill(self) -> None:
+        status = await self._sink.wait_head()
+        if status != 200:
+            raise RequestFailed.of_body(status, await self._sink.body(), self._sink.headers)
+        data = await self._sink.receive()
+        if data is None:
+            self._done = True
+            return
+        for event in self._parser.feed(data):
+            payload = bytes(event.data)
+            if payload == b"[DONE]":
+                self._done = True
+            elif payload:
+                self._ready.append(msgspec.json.decode(payload))
+
+
+class Router:
+    """An open router. Made by `open_router`; unusable once that block has been left."""
+
+    def __init__(self, core: RouterCore, *, admin_key: str) -> None:
+        self.core = core
+        self.edge_state = EdgeState()
+        self._app = Application(core, admin_key=admin_key)
+
+    @property
+    def config(self) -> RouterConfig:
+        return self.core.config
+
+    @property
+    def asgi(self) -> AsgiApp:
+        """ASGI 3 application that shares this router, for hypercorn's trio worker."""
+        settings = EdgeSettings(write_timeout_s=self.config.server.write_timeout_s)
+        return AsgiApp(self._app, settings=settings, state=self.edge_state)
+
+    async def serve(
+        self, binds: Sequence[str] | None = None, *, task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Listen for HTTP until cancelled or stopped, in the caller's task. `started()` gives the URLs once clients can connect.
+
+        binds: `HOST:PORT`, `[v6]:PORT` or `unix:PATH`; None takes `server.bind`. Raises `OSError` for an address that can't be used.
+        """
+        server = self.config.server
+        settings = EdgeSettings(
+            lane=server.lane,
+            write_timeout_s=server.write_timeout_s,
+            tls_certfile=server.tls_certfile,
+            tls_keyfile=server.tls_keyfile,
+        )
+        tls = server_context(settings)
+        listeners = await open_listeners(self.config.binds if binds is None else binds, tls=tls is not None)
+        try:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(_serve, listeners, self._app, settings, self.edge_state, tls)
+                task_status.started([listener.url for listener in listeners])
+        finally:
+            for listener in listeners:
+                listener.close_now()
+
+    async def complete(
+        self,
+        endpoint: str,
+        body: Mapping[str, Any] | bytes,
+        *,
+        timeout: float | None = None,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> dict[str, Any]:
+        """The assembled response of one request. endpoint: "completions" or "chat.completions". timeout: its deadline in seconds.
+
+        Raises `RequestFailed`. Cancelling the caller ends the request, engine connections included, before this returns.
+        """
+        sink = MemorySink()
+        run = self._run(endpoint, _encoded(body, stream=False), timeout, headers, sink)
+        await run.run()
+        data = await sink.body()
+        if sink.status != 200:
+            raise RequestFailed.of_body(sink.status, data, sink.headers)
+        response: dict[str, Any] = msgspec.json.decode(data)
+        return response
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        endpoint: str,
+        body: Mapping[str, Any] | bytes,
+        *,
+        timeout: float | None = None,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> AsyncIterator[EventStream]:
+        """The events of one request while they are made. Leaving the block ends the request, wherever it is.
+
+        Refusals are raised by the first step of the iteration. An exception of the block's body comes out as itself.
+        """
+        sink = MemorySink()
+        run = self._run(endpoint, _encoded(body, stream=True), timeout, headers, sink)
+        failure: Exception | None = None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run.run, name=f"request {run.rid}")
+            try:
+                yield EventStream(sink)
+            except Exception as exc:
+                failure = exc
+            run.lifetime.abort(AbortCause.CLIENT)
+        if failure is not None:
+            raise failure
+
+    def _run(
+        self,
+        endpoint: str,
+        body: bytes,
+        timeout: float | None,
+        headers: Sequence[tuple[bytes, bytes]],
+        sink: MemorySink,
+    ) -> RequestRun:
+        kind = Endpoint(endpoint)
+        asked = list(headers)
+        if timeout is not None:
+            asked.append((b"x-request-timeout", f"{max(timeout, 0.0):.9f}".encode()))
+        return RequestRun(self.core, kind, MemoryInbound(kind.path, body, asked), sink)
+
+    def cancel(self, request_id: str) -> bool:
+        """End a running request by its id, as `DELETE /v1/requests/{id}` does; False if it is not running."""
+        return self.core.cancel(RequestId(request_id), AbortCause.DELETE)
+
+    async def drain(self, grace_s: float) -> bool:
+        """Refuse new work, let what runs finish for `grace_s` seconds, then end it with a truthful last word.
+
+        Returns True if everything finished by itself. Listeners stay open, so that new requests read a 503 until `serve` ends.
+        """
+        self.core.begin_drain()
+        self.edge_state.begin_drain()
+        with trio.move_on_after(grace_s):
+            await self.core.wait_idle()
+        clean = not self.core.running
+        self.core.abort_all(AbortCause.SHUTDOWN)
+        with trio.move_on_after(self.config.server.write_timeout_s + 1):
+            await self.core.wait_idle()
+        return clean
+
+
+async def _serve(
+    listeners: Sequence[SocketListener],
+    app: Application,
+    settings: EdgeSettings,
+    state: EdgeState,
+    tls: ssl.SSLContext | None,
+    *,
+    task_status: trio.TaskStatus[None],
+) -> None:
+    await serve(listeners, app, settings, state, tls=tls, task_status=task_status)
+
+
+def _encoded(body: Mapping[str, Any] | bytes, *, stream: bool) -> bytes:
+    """The JSON body with the `stream` that the called method means. Bytes stay as they are but for that member."""
+    if isinstance(body, bytes):
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        return msgspec.json.encode({**fields, "stream": stream})
+    return msgspec.json.encode({**body, "stream": stream})
+
+
+@asynccontextmanager
+async def open_router(
+    config: RouterConfig | str | Path,
+    *,
+    dialer: Dialer | None = None,
+    environ: Mapping[str, str] | None = None,
+    journal_file: LineFile | None = None,
+    threads: bool = True,
+    seed: int | None = None,
+) -> AsyncIterator[Router]:
+    """A running router for the length of the block.
+
+    config: a `RouterConfig` or the path of a configuration file. dialer: how engines are reached; None means sockets.
+    environ: where credentials named by the configuration are looked up; None means the process's environment.
+    journal_file, threads=False, seed: for simulations on a virtual clock.
+    Raises `ConfigError`. Leaving cancels what is in flight; `router.drain` is the graceful way. An exception of the body comes out
+    as itself, not in a group.
+    """
+    environ = os.environ if environ is None else environ
+    if not isinstance(config, RouterConfig):
+        config = load_config(config, environ=environ)
+    credentials = read_credentials(config, environ)
+    books = Accounting(config.slo.ttft_s, config.slo.tpot_s, config.serving.queue_timeout_s)
+    failure: Exception | None = None
+    meta = {"admission": {"mode": config.serving.admission, "margin": config.serving.admission_margin}}
+    async with Journal.open(config.journal, meta=meta, file=journal_file, threads=threads) as journal, trio.open_nursery() as nursery:
+        await nursery.start(journal.run)
+        core = RouterCore(
+            config,
+            SocketDialer() if dialer is None else dialer,
+            books,
+            journal,
+            credential=credentials.engine_api_key,
+            seed=seed,
+        )
+        nursery.start_soon(_sweep, core, name="sweep idle connections")
+        try:
+            yield Router(core, admin_key=credentials.admin_key)
+        except Exception as exc:
+            failure = exc
+        finally:
+            await _end_requests(core)
+        nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+
+
+async def _end_requests(core: RouterCore) -> None:
+    """End what other tasks still have in flight, so that no request outlives its router."""
+    core.draining = True
+    core.abort_all(AbortCause.SHUTDOWN)
+    try:
+        # Bounded: a client that reads nothing must not keep its host from leaving.
+        with trio.move_on_after(_EXIT_S, shield=True):
+            await core.wait_idle()
+    finally:
+        core.close()
+
+
+async def _sweep(core: RouterCore) -> None:
+    """Close engine connections that have been idle for too long, and hand-offs whose lease has ended."""
+    while True:
+        await trio.sleep(_SWEEP_S)
+        now = trio.current_time()
+        core.wire.sweep(now)
+        core.control_wire.sweep(now)
+        core.ledger.sweep(now)

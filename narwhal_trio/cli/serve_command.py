@@ -1,0 +1,90 @@
+"""`narwhal-trio serve`: the router as a process. Signals, logging and exit codes live here and nowhere below."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+import structlog
+import trio
+
+from narwhal_trio.api import open_router
+from narwhal_trio.cli.common import add_config_argument, load_or_complain
+from narwhal_trio.observe import log as logging
+
+if TYPE_CHECKING:
+    import argparse
+
+    from narwhal_trio.api import Router
+    from narwhal_trio.config import RouterConfig
+
+__all__ = ["add_parser", "run", "serve"]
+
+log = structlog.get_logger(__name__)
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("serve", help="run the router")
+    add_config_argument(parser)
+    parser.add_argument(
+        "--bind",
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        help="listen here instead of server.bind; repeatable",
+    )
+    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    parser.add_argument("--log-json", action="store_true", help="log JSON lines even to a terminal")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = load_or_complain(args, args.bind)
+    if config is None:
+        return 2
+    logging.configure(args.log_level, json=True if args.log_json else None)
+    for note in config.notes:
+        log.warning("configuration", note=note)
+    try:
+        return trio.run(serve, config)
+    except OSError as exc:
+        print(f"narwhal-trio: {exc}", file=sys.stderr)
+        return 1
+
+
+async def serve(config: RouterConfig) -> int:
+    """Serve until SIGTERM or SIGINT, then drain. Returns the exit code.
+
+    First signal: readiness is withdrawn, new work gets a 503, what runs may finish within `serving.graceful_timeout_s`, then reads a
+    truthful last word. Second signal: end at once.
+    """
+    failure: OSError | None = None
+    code = 0
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async with open_router(config) as router, trio.open_nursery() as nursery:
+            try:
+                urls: list[str] = await nursery.start(router.serve)
+            except OSError as exc:
+                failure = exc
+            else:
+                for url in urls:
+                    print(f"ready on {url}", file=sys.stderr, flush=True)
+                first = await anext(signals)
+                log.info("draining", signal=signal.Signals(first).name, running=len(router.core.running))
+                nursery.start_soon(_drain, router, nursery.cancel_scope)
+                second = await anext(signals, None)
+                if second is not None:
+                    log.warning("ending at once", signal=signal.Signals(second).name)
+                    code = 130 if second == signal.SIGINT else 1
+            nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    return code
+
+
+async def _drain(router: Router, everything: trio.CancelScope) -> None:
+    grace = router.config.serving.graceful_timeout_s
+    clean = await router.drain(grace)
+    log.info("drained", clean=clean)
+    everything.cancel()

@@ -1,0 +1,158 @@
+"""The application behind every edge: method and path to handler. Completions go to the router, everything else is answered here."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from narwhal_trio.observe import metrics
+from narwhal_trio.protocol.envelope import error_body
+from narwhal_trio.router.request import RequestRun
+from narwhal_trio.router.state import (
+    health_document,
+    ready_document,
+    request_document,
+    requests_document,
+    state_document,
+)
+from narwhal_trio.types import AbortCause, Endpoint, RequestId
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from narwhal_trio.core.sink import Headers, Inbound, Sink
+    from narwhal_trio.router.core import RouterCore
+
+__all__ = ["Application"]
+
+_JSON: Final[Headers] = [(b"content-type", b"application/json")]
+_COMPLETIONS: Final = {endpoint.path: endpoint for endpoint in Endpoint}
+_INVALID: Final = "invalid_request_error"
+_PROXY_HEADERS: Final = (b"forwarded", b"x-forwarded-for", b"via")
+
+Answer = tuple[int, "Headers", bytes]
+
+
+class Application:
+    """ASGI-free application object: `await app(inbound, sink)` answers one HTTP request."""
+
+    def __init__(self, core: RouterCore, *, admin_key: str = "") -> None:
+        self.core = core
+        self._admin_key = admin_key
+        self._created = int(time.time())  # wall clock on purpose: `created` is a date for people
+        self._pages: dict[str, Callable[[], Answer]] = {
+            "/v1/models": self._models,
+            "/health": lambda: _json(200, health_document(core)),
+            "/ready": self._ready,
+            "/metrics": self._metrics,
+            "/narwhal/state": lambda: _json(200, state_document(core)),
+            "/narwhal/requests": lambda: _json(200, requests_document(core)),
+        }
+
+    async def __call__(self, inbound: Inbound, sink: Sink) -> None:
+        endpoint = _COMPLETIONS.get(inbound.path)
+        if endpoint is not None and inbound.method == "POST":
+            await RequestRun(self.core, endpoint, inbound, sink).run()
+            return
+        status, headers, body = self._answer(inbound)
+        await sink.respond(status, headers, body)
+
+    def _answer(self, inbound: Inbound) -> Answer:
+        method, path = inbound.method, inbound.path
+        allowed = self._allowed(path)
+        if allowed is None:
+            return self._not_found(path)
+        if path.startswith("/narwhal/") and not self._admin(inbound):
+            message = "this route answers local peers only (auth.admin_key_env names a key for others)"
+            return 403, _JSON, error_body(_INVALID, message, None, "forbidden")
+        if method not in allowed:
+            body = error_body(_INVALID, f"method {method} is not allowed here; use {' or '.join(allowed)}", None, None)
+            return 405, [*_JSON, (b"allow", ", ".join(allowed).encode())], body
+        if path in self._pages:
+            return self._pages[path]()
+        stem, _, name = path.rpartition("/")
+        if stem == "/v1/models":
+            return self._model(name)
+        if stem == "/v1/requests":
+            return self._delete(name)
+        document = request_document(self.core, RequestId(name))
+        if document is None:
+            return 404, _JSON, error_body(_INVALID, f"no request {name[:64]} is running", None, "request_not_found")
+        return _json(200, document)
+
+    def _allowed(self, path: str) -> tuple[str, ...] | None:
+        """Methods of a path, None if there is no such path."""
+        if path in _COMPLETIONS:
+            return ("POST",)
+        if path in self._pages:
+            return ("GET", "HEAD")
+        stem, _, name = path.rpartition("/")
+        if not name:
+            return None
+        return {
+            "/v1/models": ("GET", "HEAD"),
+            "/v1/requests": ("DELETE",),
+            "/narwhal/requests": ("GET", "HEAD"),
+        }.get(stem)
+
+    def _not_found(self, path: str) -> Answer:
+        right = path.rstrip("/")
+        if right != path and self._allowed(right) is not None:
+            message = f"there is no {path[:256]}; the path is {right[:256]}, without the trailing slash"
+        else:
+            message = f"there is no {path[:256]}"
+        return 404, _JSON, error_body(_INVALID, message, None, "not_found")
+
+    def _admin(self, inbound: Inbound) -> bool:
+        """Admin routes: the bearer where a key is set; otherwise peers on this machine whom nobody forwarded."""
+        if self._admin_key:
+            given = inbound.header(b"authorization") or b""
+            return hmac.compare_digest(given, b"Bearer " + self._admin_key.encode())
+        if any(inbound.header(name) is not None for name in _PROXY_HEADERS):
+            return False
+        if not inbound.peer:
+            return True  # unix socket or in-process
+        try:
+            address = ipaddress.ip_address(inbound.peer)
+        except ValueError:
+            return False
+        mapped = getattr(address, "ipv4_mapped", None)
+        return (mapped or address).is_loopback
+
+    # -- answers ----------------------------------------------------------------------------------------------------------------
+
+    def _entry(self) -> dict[str, Any]:
+        return {"id": self.core.config.model, "object": "model", "created": self._created, "owned_by": "narwhal"}
+
+    def _models(self) -> Answer:
+        return _json(200, {"object": "list", "data": [self._entry()]})
+
+    def _model(self, name: str) -> Answer:
+        if name != self.core.config.model:
+            message = f"the model `{name[:256]}` does not exist; this router serves `{self.core.config.model}`"
+            return 404, _JSON, error_body(_INVALID, message, "model", "model_not_found")
+        return _json(200, self._entry())
+
+    def _ready(self) -> Answer:
+        document = ready_document(self.core)
+        if document["status"] == "ready":
+            return _json(200, document)
+        status, headers, body = _json(503, document)
+        return status, [*headers, (b"retry-after", b"1")], body
+
+    def _metrics(self) -> Answer:
+        content_type, body = metrics.render(self.core)
+        return 200, [(b"content-type", content_type)], body
+
+    def _delete(self, name: str) -> Answer:
+        if self.core.cancel(RequestId(name), AbortCause.DELETE):
+            return _json(200, {"id": name, "cancelled": True})
+        return 404, _JSON, error_body(_INVALID, f"no request {name[:64]} is running", None, "request_not_found")
+
+
+def _json(status: int, document: object) -> Answer:
+    return status, _JSON, msgspec.json.encode(document)

@@ -1,0 +1,148 @@
+"""One attempt: a prefill leg, the KV hand-off, a decode leg. Their seats are `with` blocks, their connections `async with` blocks.
+
+Sequential dialects (vLLM) prefill first and hand the descriptor over; rendezvous dialects (SGLang) run both legs at once in a
+nursery in which the first failure cancels the sibling.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import trio
+
+from narwhal_trio.engines.handoff import HandoffInvalid, backend_id
+from narwhal_trio.outcomes import Condition, Outcome
+from narwhal_trio.router.legs import EngineLeg, LegFailure, failure_of_response
+from narwhal_trio.router.relay import relay
+from narwhal_trio.types import Phase, Role
+from narwhal_trio.wire.client import WireError
+
+if TYPE_CHECKING:
+    from narwhal_trio.engines.handoff import Handoff, Rendezvous
+    from narwhal_trio.router.request import RequestRun
+    from narwhal_trio.scheduling.fleet import Claim
+
+__all__ = ["LegFailure", "run_attempt"]
+
+
+async def run_attempt(run: RequestRun) -> Outcome | LegFailure:
+    """One try at serving `run`; an `Outcome` is final, a `LegFailure` may be retried."""
+    if run.core.dialect.rendezvous:
+        return await _rendezvous(run)
+    return await _sequential(run)
+
+
+async def _sequential(run: RequestRun) -> Outcome | LegFailure:
+    core = run.core
+    with await run.take_seat(Role.PREFILL) as claim:
+        core.accounting.attempt_started(run.record)
+        handoff = await _prefill(run, claim, None)
+    if isinstance(handoff, LegFailure):
+        return handoff
+    now = trio.current_time()
+    entry = core.ledger.open_entry(claim.engine.id, claim.work.input_tokens, now + core.config.kv_lease_s, now)
+    run.handoff_entry = entry
+    try:
+        with await run.take_seat(Role.DECODE, until=now + core.config.handoff_bound_s) as seat:
+            return await _decode(run, seat, handoff, None, None)
+    finally:
+        # Whatever became of the decode leg: if no engine took the cache, its producer holds it until the lease ends.
+        core.ledger.strand(entry)
+
+
+async def _rendezvous(run: RequestRun) -> Outcome | LegFailure:
+    core = run.core
+    with await run.take_seat(Role.PREFILL) as prefill_seat, await run.take_seat(Role.DECODE) as decode_seat:
+        core.accounting.attempt_started(run.record)
+        meeting = core.rendezvous(prefill_seat.engine.id)
+        prefilled = trio.Event()
+        prefill_failure: LegFailure | None = None
+        result: Outcome | LegFailure | None = None
+
+        async def prefill() -> None:
+            nonlocal prefill_failure
+            answer = await _prefill(run, prefill_seat, meeting)
+            if isinstance(answer, LegFailure):
+                prefill_failure = answer
+                nursery.cancel_scope.cancel()
+            else:
+                prefilled.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(prefill, name=f"prefill {run.rid}")
+            result = await _decode(run, decode_seat, None, meeting, prefilled)
+            nursery.cancel_scope.cancel()
+    if prefill_failure is not None:
+        return prefill_failure  # the cause; whatever the decode leg said is its consequence
+    assert result is not None
+    return result
+
+
+async def _prefill(run: RequestRun, claim: Claim, meeting: Rendezvous | None) -> Handoff | LegFailure | None:
+    """The one-token leg; None where the dialect hands over by rendezvous. Its answer carries the hand-off descriptor and the exact prompt length."""
+    core, request = run.core, run.request
+    assert request is not None
+    engine = claim.engine.id
+    if meeting is None:
+        run.phase = Phase.PREFILL
+    run.mark("prefill_sent")
+    leg_id = backend_id(run.rid, run.record.attempts, Role.PREFILL)
+    leg = core.dialect.prefill_leg(request, model=core.config.model, leg_id=leg_id, rendezvous=meeting)
+    limit_s = core.config.serving.prefill_timeout_s
+    with trio.move_on_after(limit_s):
+        try:
+            async with EngineLeg(run, engine, leg, Role.PREFILL) as exchange:
+                if exchange.status != 200:
+                    return await failure_of_response(exchange, engine, Phase.PREFILL, Role.PREFILL)
+                body = await exchange.read_all(core.config.serving.max_response_bytes)
+        except WireError as exc:
+            return LegFailure.of_wire(exc, engine, Phase.PREFILL, Role.PREFILL)
+        run.mark("prefilled")
+        try:
+            handoff = core.dialect.read_handoff(body, leg_id=leg_id, received_at=trio.current_time())
+        except HandoffInvalid as exc:
+            return LegFailure(
+                Condition.ENGINE_FAULT,
+                Phase.PREFILL,
+                engine,
+                Role.PREFILL,
+                f"no hand-off: {exc}",
+                status=200,
+                transient=True,
+            )
+        if handoff is not None and handoff.prompt_tokens is not None:
+            claim.work.input_tokens, claim.work.exact = handoff.prompt_tokens, True
+        return handoff
+    return LegFailure(
+        Condition.ENGINE_TIMEOUT,
+        Phase.PREFILL,
+        engine,
+        Role.PREFILL,
+        f"prefill exceeded {limit_s:g} s (serving.prefill_timeout_s)",
+        message=f"the prefill engine did not answer within {limit_s:g} s",
+        transient=True,
+    )
+
+
+async def _decode(
+    run: RequestRun,
+    claim: Claim,
+    handoff: Handoff | None,
+    meeting: Rendezvous | None,
+    prefilled: trio.Event | None,
+) -> Outcome | LegFailure:
+    core, request = run.core, run.request
+    assert request is not None
+    run.phase = Phase.FIRST_TOKEN
+    hold = core.hold(Role.DECODE)
+    if hold is not None:
+        raise hold
+    leg = core.dialect.decode_leg(
+        request,
+        model=core.config.model,
+        leg_id=backend_id(run.rid, run.record.attempts, Role.DECODE),
+        handoff=handoff,
+        rendezvous=meeting,
+    )
+    run.mark("decode_sent")
+    return await relay(run, claim, leg, prefilled)

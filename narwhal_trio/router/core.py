@@ -1,0 +1,225 @@
+"""What all requests of one router share: configuration, fleet, queues, engine client, books. Policy lives elsewhere.
+
+A `RouterCore` exists only inside `open_router()`; it starts no task and holds no nursery.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Self
+
+import trio
+
+from narwhal_trio.core.fifo import FifoQueue
+from narwhal_trio.engines.dialect import dialect_for
+from narwhal_trio.engines.handoff import rendezvous
+from narwhal_trio.outcomes import Condition, Refusal
+from narwhal_trio.router.gauges import samples
+from narwhal_trio.scheduling.fleet import Claim, Engine, Fleet
+from narwhal_trio.scheduling.ledger import HandoffLedger
+from narwhal_trio.scheduling.retry import RetryBudget, RetryPolicy
+from narwhal_trio.types import AbortCause, EngineId, RequestId, Role
+from narwhal_trio.wire.client import ConnectFailed, Wire
+from narwhal_trio.wire.stream import Address, parse_address
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from narwhal_trio.config import RouterConfig
+    from narwhal_trio.core.sink import Headers
+    from narwhal_trio.engines.handoff import Rendezvous
+    from narwhal_trio.observe.accounting import Accounting
+    from narwhal_trio.observe.journal import Journal, JournalStatistics
+    from narwhal_trio.observe.metrics import Sample
+    from narwhal_trio.router.request import RequestRun
+    from narwhal_trio.wire.stream import Dialer, Stream
+
+__all__ = ["AdmissionSeat", "RouterCore", "TimedDialer"]
+
+
+class AdmissionSeat:
+    """One of `serving.max_connections` places in the router. Leaving the block hands it to the head of the queue at once."""
+
+    __slots__ = ("_core",)
+
+    def __init__(self, core: RouterCore) -> None:
+        self._core = core
+        core.inflight += 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._core.inflight -= 1
+        self._core.admission.pump()
+
+
+class TimedDialer:
+    """Bounds each connect by `engine.connect_timeout_s`, so that a black hole costs no more than that."""
+
+    def __init__(self, dialer: Dialer, timeout_s: float) -> None:
+        self._dialer = dialer
+        self._timeout_s = timeout_s
+
+    async def dial(self, address: Address) -> Stream:
+        with trio.move_on_after(self._timeout_s):
+            return await self._dialer.dial(address)
+        raise ConnectFailed(f"no connection within {self._timeout_s:g} s (engine.connect_timeout_s)")
+
+
+class RouterCore:
+    """Shared state of one router.
+
+    credential: value of the engines' API key, "" for none. seed: of the retry jitter and rendezvous rooms; tests fix it.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        dialer: Dialer,
+        accounting: Accounting,
+        journal: Journal,
+        *,
+        credential: str = "",
+        seed: int | None = None,
+    ) -> None:
+        self.config = config
+        self.accounting = accounting
+        self.journal = journal
+        self.random = random.Random(seed)
+        self.dialect = dialect_for(config.engine.backend, config.engine.connector_name)
+        serving = config.serving
+        self.addresses: dict[EngineId, Address] = {
+            EngineId(engine.iid): parse_address(engine.url) for engine in config.engines
+        }
+        timed = TimedDialer(dialer, config.engine.connect_timeout_s)
+        self.wire = Wire(timed, limit_per_address=serving.max_connections)
+        # Probes and sizing have connections of their own: a full data pool must never look like a sick engine.
+        self.control_wire = Wire(timed, limit_per_address=config.control_connections)
+        self.engine_auth = "engine-credential" if credential else "boundary"
+        constant: Headers = [(b"content-type", b"application/json"), (b"accept", b"*/*")]
+        bearer: Headers = [(b"authorization", b"Bearer " + credential.encode())] if credential else []
+        self.heads = {engine: self.wire.head(address, constant + bearer) for engine, address in self.addresses.items()}
+        self.fleet = Fleet(
+            (
+                Engine(
+                    EngineId(engine.iid),
+                    engine.role,
+                    engine.pin,
+                    prefill_seats=serving.prefill_concurrency,
+                    decode_seats=serving.decode_concurrency,
+                )
+                for engine in config.engines
+            ),
+            on_change=self._fleet_changed,
+        )
+        self.admission: FifoQueue[AdmissionSeat] = FifoQueue(serving.queue_capacity)
+        self.prefill_queue: FifoQueue[Claim] = FifoQueue()
+        self.decode_queue: FifoQueue[Claim] = FifoQueue()
+        self.ledger = HandoffLedger()
+        self.retry_policy = RetryPolicy(serving.max_attempts, serving.retry_base_s, serving.retry_cap_s)
+        self.retry_budget = RetryBudget(serving.retry_budget, serving.retry_replenish)
+        # A decode engine that waits for a rendezvous answers its head at once and then stays silent (measured: over 45 s).
+        self.first_token_timeout_s = (
+            min(config.engine.first_token_timeout_s, 30.0)
+            if self.dialect.rendezvous
+            else config.engine.first_token_timeout_s
+        )
+        self.running: dict[RequestId, RequestRun] = {}
+        self.retained = 0
+        self.retained_high_water = 0
+        self.inflight = 0
+        self.draining = False
+        self.idle = trio.Event()
+        self.idle.set()
+
+    # -- a request's coming and going ----------------------------------------------------------------------------------------
+
+    def opened(self, run: RequestRun) -> None:
+        self.accounting.offer()
+        self.running[run.rid] = run
+        if self.idle.is_set():
+            self.idle = trio.Event()
+
+    def closed(self, run: RequestRun) -> None:
+        del self.running[run.rid]
+        if run.retained:
+            self.retained -= 1
+        if not self.running:
+            self.idle.set()
+
+    def admit_arrival(self, run: RequestRun) -> None:
+        """The checks that need no body, in the order of the pipeline. Raises `Refusal`."""
+        if self.retained >= self.config.retention_limit:
+            raise Refusal(Condition.RETENTION_FULL, "the HTTP retention limit is reached; retry later")
+        self.retained += 1
+        self.retained_high_water = max(self.retained_high_water, self.retained)
+        run.retained = True
+        hold = self.arrival_hold()
+        if hold is not None:
+            raise hold
+        if not self.fleet.live():
+            raise Refusal(Condition.NO_ENGINE_ON_ARRIVAL, "no engine is available")
+
+    def try_admission_seat(self) -> AdmissionSeat | None:
+        """Grant function of the admission queue; a hold that begins while requests wait ends their waiting."""
+        hold = self.arrival_hold()
+        if hold is not None:
+            raise hold
+        return AdmissionSeat(self) if self.inflight < self.config.serving.max_connections else None
+
+    def arrival_hold(self) -> Refusal | None:
+        """Why no request may be admitted now, or None. A drain stops admission only: what has its seat may finish."""
+        if self.draining:
+            return Refusal(Condition.DRAINING, "the router is draining")
+        return self.hold(Role.PREFILL)
+
+    def hold(self, role: Role) -> Refusal | None:  # noqa: ARG002 - standby, fencing and maintenance will ask for it
+        """Why no leg of this role may start now, or None."""
+        return None
+
+    def cancel(self, rid: RequestId, cause: AbortCause) -> bool:
+        """End one running request; False if it is not running."""
+        run = self.running.get(rid)
+        return run is not None and run.lifetime.abort(cause)
+
+    # -- fleet ----------------------------------------------------------------------------------------------------------------
+
+    def _fleet_changed(self) -> None:
+        self.decode_queue.pump()
+        self.prefill_queue.pump()
+
+    def rendezvous(self, producer: EngineId) -> Rendezvous:
+        engine = next(engine for engine in self.config.engines if engine.id == producer)
+        host, port = engine.bootstrap
+        return rendezvous(host, port, self.random)
+
+    # -- what scrapes and state documents read -----------------------------------------------------------------------------
+
+    @property
+    def journal_statistics(self) -> JournalStatistics:
+        return self.journal.statistics()
+
+    def metric_samples(self) -> Iterator[Sample]:
+        self.ledger.sweep(trio.current_time())
+        return samples(self)
+
+    # -- drain ----------------------------------------------------------------------------------------------------------------
+
+    def begin_drain(self) -> None:
+        """Refuse new work from now on, and requests that still wait for a seat. Running legs go on."""
+        self.draining = True
+        self.admission.pump()
+        self._fleet_changed()
+
+    async def wait_idle(self) -> None:
+        while self.running:
+            await self.idle.wait()
+
+    def abort_all(self, cause: AbortCause) -> None:
+        for run in list(self.running.values()):
+            run.lifetime.abort(cause)
+
+    def close(self) -> None:
+        self.wire.close_now()
+        self.control_wire.close_now()

@@ -1,0 +1,198 @@
+"""The decode leg: engine stream in, client response out.
+
+One timer scope bounds whatever the leg is waiting for; its deadline is moved, never re-created. What it was waiting for when it fired
+is held beside it: the first token, the next bytes, or the client. A client that does not read never counts against the engine.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+import trio
+
+from narwhal_trio.engines.dialect import Accounting
+from narwhal_trio.outcomes import Condition, Outcome
+from narwhal_trio.protocol.relay import AssemblyFold, FoldRules, RelayFold
+from narwhal_trio.router.legs import EngineLeg, LegFailure, failure_of_response
+from narwhal_trio.types import Phase, Role
+from narwhal_trio.wire.client import WireError
+
+if TYPE_CHECKING:
+    from narwhal_trio.engines.dialect import Leg
+    from narwhal_trio.protocol.relay import StreamFault
+    from narwhal_trio.router.request import RequestRun
+    from narwhal_trio.scheduling.fleet import Claim
+    from narwhal_trio.wire.client import Exchange
+
+__all__ = ["relay"]
+
+_TAIL_S = 0.5
+"""How long a finished stream's connection may take to end its body properly, so that it can be used again."""
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class _Wait(enum.Enum):
+    FIRST_TOKEN = enum.auto()
+    NEXT_BYTES = enum.auto()
+    CLIENT = enum.auto()
+
+
+class _Relay:
+    """State of one decode leg while it runs."""
+
+    def __init__(self, run: RequestRun, claim: Claim, prefilled: trio.Event | None) -> None:
+        core, request = run.core, run.request
+        assert request is not None
+        self.run = run
+        self.claim = claim
+        self.prefilled = prefilled
+        self.timer = trio.CancelScope()
+        self.waiting = _Wait.FIRST_TOKEN
+        self.gap_s = core.config.engine.decode_read_timeout_s or float("inf")
+        self.first_token_s = core.first_token_timeout_s
+        self.write_s = core.config.server.write_timeout_s
+        rules = FoldRules(
+            endpoint=run.endpoint,
+            token_ids=core.dialect.accounting(run.endpoint) is Accounting.TOKEN_IDS,
+            expose_token_ids=request.return_token_ids,
+            usage_asked=request.include_usage,
+            max_response_bytes=core.config.serving.max_response_bytes,
+            matched_stop=core.dialect.rendezvous,
+        )
+        self.fold: RelayFold | AssemblyFold = RelayFold(rules) if request.stream else AssemblyFold(rules)
+        run.ledgers.append(self.fold.ledger)
+
+    async def pump(self, exchange: Exchange) -> StreamFault | None:
+        """Fold engine reads and forward what the client may have, until `[DONE]`, the end of the body, or a fault."""
+        fold, timer = self.fold, self.timer
+        run, claim = self.run, self.claim
+        counted = 0
+        while True:
+            if fold.output_started:
+                self.waiting = _Wait.NEXT_BYTES
+                timer.deadline = trio.current_time() + self.gap_s
+            data = await exchange.receive()
+            now = trio.current_time()
+            out = (fold.end() if data is None else fold.feed(data, now)) or b""
+            if fold.ledger.count != counted:
+                if counted == 0:
+                    await self._first_output(now)
+                fresh = fold.ledger.count - counted
+                counted += fresh
+                claim.grow(fresh)
+                run.core.accounting.tokens_observed(run.record, fresh)
+            if out:
+                await self._write(out)
+            if fold.done or fold.fault is not None or data is None:
+                return fold.fault
+
+    async def _first_output(self, now: float) -> None:
+        run = self.run
+        run.record.mark("first_token", now)
+        run.accept_handoff()
+        if self.prefilled is not None:
+            await self.prefilled.wait()  # never forward decode output before prefill is known good
+        run.phase = Phase.STREAM
+
+    async def _write(self, out: bytes) -> None:
+        run, sink = self.run, self.run.sink
+        self.waiting = _Wait.CLIENT
+        self.timer.deadline = trio.current_time() + self.write_s
+        try:
+            if not sink.committed:
+                run.streaming = True
+                await sink.start(200, [*STREAM_HEADERS, *run.response_headers(), *run.server_timing()])
+            await sink.write(out)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            await run.client_lost()
+
+    async def finish(self) -> None:
+        """Deliver the end of the response: the last chunk of a stream, or the whole assembled answer."""
+        run, sink, fold = self.run, self.run.sink, self.fold
+        self.waiting = _Wait.CLIENT
+        self.timer.deadline = trio.current_time() + self.write_s
+        try:
+            if isinstance(fold, AssemblyFold):
+                run.phase = Phase.WRITE
+                assert run.work is not None
+                body = fold.response(run.work.input_tokens)
+                if fold.fault is not None:
+                    return
+                headers = [(b"content-type", b"application/json"), *run.response_headers(), *run.server_timing()]
+                await sink.respond(200, headers, body)
+            else:
+                await sink.finish()
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            await run.client_lost()
+        run.answered = True
+
+    def expired(self) -> Outcome | LegFailure:
+        """What the timer was waiting for when it fired."""
+        run, engine = self.run, self.claim.engine.id
+        if self.waiting is _Wait.CLIENT:
+            return Outcome(
+                Condition.CLIENT_GONE, phase=Phase.WRITE, detail=f"the client read nothing for {self.write_s:g} s"
+            )
+        if self.waiting is _Wait.FIRST_TOKEN:
+            bound, key, what = self.first_token_s, "engine.first_token_timeout_s", "no first token"
+        else:
+            bound, key, what = self.gap_s, "engine.decode_read_timeout_s", "silence between tokens"
+        return LegFailure(
+            Condition.ENGINE_TIMEOUT,
+            run.phase,
+            engine,
+            Role.DECODE,
+            f"{what} for {bound:g} s ({key})",
+            message=f"the decode engine sent {what} within {bound:g} s"
+            if self.waiting is _Wait.FIRST_TOKEN
+            else f"the decode engine fell silent for {bound:g} s",
+            transient=True,
+        )
+
+
+async def relay(run: RequestRun, claim: Claim, leg: Leg, prefilled: trio.Event | None) -> Outcome | LegFailure:
+    """Run the decode leg to its end."""
+    state = _Relay(run, claim, prefilled)
+    engine = claim.engine.id
+    state.timer.deadline = trio.current_time() + state.first_token_s
+    with state.timer:
+        try:
+            async with EngineLeg(run, engine, leg, Role.DECODE) as exchange:
+                if exchange.status != 200:
+                    return await failure_of_response(exchange, engine, Phase.FIRST_TOKEN, Role.DECODE)
+                fault = await state.pump(exchange)
+                if fault is None:
+                    await state.finish()
+                    fault = state.fold.fault
+                if fault is not None:
+                    return LegFailure(
+                        fault.condition,
+                        run.phase,
+                        engine,
+                        Role.DECODE,
+                        fault.detail,
+                        message=fault.detail if fault.condition is Condition.ENGINE_REJECTED else "",
+                        status=fault.engine_status,
+                        transient=fault.transient,
+                    )
+                # The client has everything. What is left of the engine's body is its terminating chunk.
+                state.timer.deadline = trio.current_time() + _TAIL_S
+                await _drain_tail(exchange)
+        except WireError as exc:
+            if not run.answered:
+                return LegFailure.of_wire(exc, engine, run.phase, Role.DECODE)
+    if run.answered:
+        return Outcome(Condition.COMPLETED, phase=Phase.STREAM)
+    return state.expired()
+
+
+async def _drain_tail(exchange: Exchange) -> None:
+    """Read the end of a finished stream's body. Whatever else comes costs the connection, which is not kept then."""
+    if not exchange.complete:
+        await exchange.receive()

@@ -1,0 +1,443 @@
+"""One request from arrival to outcome, top to bottom.
+
+    run ── Lifetime scope ── request nursery ──┬── client watch
+                                               └── serve: body, validation, admission seat, attempts
+
+Whatever ends the request, control leaves the nursery first (so every engine connection and seat is gone), then the client is told,
+then the books are settled once. Domain failures inside are `Refusal` exceptions of this task or `Outcome` values; an exception that
+crosses the nursery is a bug.
+"""
+
+from __future__ import annotations
+
+import uuid
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+import structlog
+import trio
+
+from narwhal_trio.core.fifo import QueueFull
+from narwhal_trio.core.lifetime import Lifetime
+from narwhal_trio.core.sink import BodyFault, BodyTooLarge
+from narwhal_trio.engines.dialect import Accounting
+from narwhal_trio.observe.record import AttemptFailure, Record
+from narwhal_trio.outcomes import Condition, Outcome, Refusal
+from narwhal_trio.protocol.deadline import Deadline, parse_deadline
+from narwhal_trio.protocol.envelope import outcome_frame, outcome_response
+from narwhal_trio.protocol.request import SIZED_REFUSALS, CompletionRequest, client_rid, parse_request
+from narwhal_trio.router.attempt import LegFailure, run_attempt
+from narwhal_trio.scheduling.fleet import Claim, Work
+from narwhal_trio.scheduling.ledger import HandoffResult
+from narwhal_trio.scheduling.placement import NoEngine, place
+from narwhal_trio.scheduling.retry import RetryVerdict
+from narwhal_trio.types import AbortCause, Endpoint, EngineId, Phase, RequestId, Role, Terminal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from narwhal_trio.core.fifo import FifoQueue
+    from narwhal_trio.core.sink import Headers, Inbound, Sink
+    from narwhal_trio.protocol.tokens import TokenLedger
+    from narwhal_trio.router.core import AdmissionSeat, RouterCore
+    from narwhal_trio.scheduling.ledger import HandoffEntry
+
+__all__ = ["RequestRun"]
+
+T = TypeVar("T")
+
+log = structlog.get_logger(__name__)
+
+_ABORTED = {
+    AbortCause.DEADLINE: Condition.REQUEST_EXPIRED,
+    AbortCause.CLIENT: Condition.CLIENT_GONE,
+    AbortCause.DELETE: Condition.DELETED,
+    AbortCause.SHUTDOWN: Condition.SHUTDOWN,
+    AbortCause.HOST: Condition.HOST_CANCELLED,
+}
+
+
+class RequestRun:
+    """The running state of one request. Created at arrival; nothing of it outlives `run`."""
+
+    def __init__(self, core: RouterCore, endpoint: Endpoint, inbound: Inbound, sink: Sink) -> None:
+        self.core = core
+        self.endpoint = endpoint
+        self.inbound = inbound
+        self.sink = sink
+        self.rid = RequestId(str(uuid.uuid4()))
+        self.arrived_at = inbound.arrived_at
+        self.record = Record(
+            rid=self.rid,
+            arrived=self.arrived_at,
+            endpoint=endpoint,
+            client_rid=client_rid(inbound.header(b"x-request-id")),
+            sdk_retry_count=_small_int(inbound.header(b"x-stainless-retry-count")),
+        )
+        self.phase = Phase.BODY
+        self.request: CompletionRequest | None = None
+        self.work: Work | None = None
+        self.excluded: dict[Role, set[EngineId]] = {Role.PREFILL: set(), Role.DECODE: set()}
+        self.producer: EngineId | None = None
+        self.handoff_entry: HandoffEntry | None = None
+        self.outcome = Outcome(Condition.HOST_CANCELLED)
+        self.answered = False
+        """True once the response has been ended, properly or by a cut."""
+        self.streaming = False
+        """True once the response that has begun is an event stream."""
+        limits = core.config.serving
+        self.retained = False
+        self.ledgers: list[TokenLedger] = []
+        self._bad_deadline: Refusal | None = None
+        try:
+            self.deadline = parse_deadline(
+                inbound.headers,
+                cap_s=limits.request_timeout_s,
+                client_deadlines=limits.client_deadlines,
+                honour_sdk_timeout=limits.honour_sdk_timeout,
+            )
+        except Refusal as refusal:
+            self._bad_deadline = refusal
+            self.deadline = Deadline(budget_s=limits.request_timeout_s, asked_s=None, source=None)
+        self.record.deadline_asked_s = self.deadline.asked_s
+        self.record.deadline_s = self.deadline.budget_s
+        self.lifetime = Lifetime(self.arrived_at + self.deadline.budget_s)
+        self._queue_budget_s = limits.queue_timeout_s or float("inf")
+
+    # -- the way through ---------------------------------------------------------------------------------------------------
+
+    async def run(self) -> Outcome:
+        """Serve the request; returns how it ended. Raises only what its host's own cancellation raises."""
+        self.core.opened(self)
+        decided: Outcome | None = None
+        try:
+            with self.lifetime.scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._watch_client, name=f"watch {self.rid}")
+                    decided = await self._serve()
+                    nursery.cancel_scope.cancel()
+            cause = self.lifetime.verdict
+            if decided is None:
+                # The scope cut the body short, and says for whom; unless the client had everything by then.
+                assert cause is not None
+                decided = Outcome(Condition.COMPLETED, phase=Phase.STREAM) if self.answered else self._aborted(cause)
+            self.outcome = decided
+            await self._conclude(decided)
+        except Exception:
+            log.exception("request failed by a fault of ours", rid=self.rid)
+            self.outcome = Outcome(Condition.INTERNAL, "internal error", phase=self.phase)
+            await self._conclude(self.outcome)
+        finally:
+            # Reached with Cancelled in flight too, when our host ends us: synchronous work only.
+            if not self.answered and self.sink.committed:
+                self.sink.abort()
+            self._settle()
+        return self.outcome
+
+    async def _serve(self) -> Outcome:
+        try:
+            self._gate()
+            body = await self._read_body()
+            self._interpret(body)
+            self.phase = Phase.QUEUE
+            with await self._admission_seat():
+                return await self._attempts()
+        except Refusal as refusal:
+            return refusal.outcome(self.phase)
+
+    def _gate(self) -> None:
+        """What can be refused from the head alone, before a byte of the body is asked for."""
+        self.core.admit_arrival(self)
+        if self._bad_deadline is not None:
+            raise self._bad_deadline
+
+    async def _read_body(self) -> bytes:
+        limit = self.core.config.serving.max_request_bytes
+        try:
+            body = await self.inbound.read_body(limit)
+        except BodyTooLarge:
+            raise Refusal(
+                Condition.REQUEST_TOO_LARGE, f"request body exceeds serving.max_request_bytes ({limit} bytes)"
+            ) from None
+        except BodyFault as fault:
+            condition = Condition.UNKNOWN_ENCODING if fault.status == 415 else Condition.INVALID_REQUEST
+            raise Refusal(condition, fault.message) from None
+        await trio.lowlevel.checkpoint_if_cancelled()  # a deadline of 0 ends here even if no read ever blocked
+        self.mark("body")
+        return body
+
+    def _interpret(self, body: bytes) -> None:
+        config = self.core.config
+        try:
+            self.request = parse_request(
+                self.endpoint,
+                body,
+                model=config.model,
+                dialect=self.core.dialect,
+                chars_per_token=config.engine.chars_per_token,
+            )
+        except Refusal as refusal:
+            self.record.input_sized = refusal.condition in SIZED_REFUSALS
+            raise
+        exact = self.request.prompt_tokens
+        self.work = Work(
+            self.rid,
+            self.request.estimated_tokens if exact is None else exact,
+            self.request.wanted_tokens,
+            exact=exact is not None,
+        )
+        self.record.input_sized = True
+        self.record.stream = self.request.stream
+        self.record.wanted_len = self.request.wanted_tokens
+        self.mark("sized")
+
+    async def _admission_seat(self) -> AdmissionSeat:
+        return await self._queued(self.core.admission, self.core.try_admission_seat, "admission")
+
+    async def _attempts(self) -> Outcome:
+        self.mark("admitted")
+        while True:
+            result = await run_attempt(self)
+            if isinstance(result, Outcome):
+                return result
+            verdict, backoff_s = self._retry_verdict(result)
+            self._note_failure(result, verdict, backoff_s)
+            if verdict is not RetryVerdict.ALLOWED:
+                return result.outcome()
+            self.phase = Phase.BACKOFF
+            dispatched = False
+            try:
+                await trio.sleep(backoff_s)
+                dispatched = True
+            finally:
+                if dispatched:
+                    self.core.retry_budget.spend()
+                else:
+                    self.core.retry_budget.give_back()
+
+    def _retry_verdict(self, failure: LegFailure) -> tuple[RetryVerdict, float]:
+        """Whether the failed attempt may be repeated, and after how many seconds. Reserves the retry's credit if so."""
+        policy = self.core.retry_policy
+        if self.sink.committed:
+            return RetryVerdict.OUTPUT_STARTED, 0.0
+        if self.record.attempts >= policy.max_attempts:
+            return RetryVerdict.ATTEMPT_LIMIT, 0.0
+        if not failure.transient:
+            return RetryVerdict.NON_TRANSIENT, 0.0
+        excluded = self.excluded[failure.role]
+        excluded.add(failure.engine)
+        if all(engine.id in excluded for engine in self.core.fleet.live(failure.role)):
+            return RetryVerdict.NO_ENGINE, 0.0
+        backoff_s = policy.delay(self.record.attempts, self.core.random.random())
+        if trio.current_time() + backoff_s >= self.lifetime.deadline_at:
+            return RetryVerdict.ORIGINAL_DEADLINE, 0.0
+        if not self.core.retry_budget.reserve():
+            self.core.accounting.retry_was_denied()
+            return RetryVerdict.SHARED_BUDGET, 0.0
+        return RetryVerdict.ALLOWED, backoff_s
+
+    def _note_failure(self, failure: LegFailure, verdict: RetryVerdict, backoff_s: float) -> None:
+        retried = verdict is RetryVerdict.ALLOWED
+        self.core.accounting.attempt_failed(
+            self.record,
+            AttemptFailure(
+                at=failure.at,
+                attempt=self.record.attempts,
+                phase=failure.phase.public,
+                reason=failure.condition.value,
+                prefill_iid=self.record.prefill_iid,
+                decode_iid=self.record.decode_iid,
+                error_message=failure.detail,
+                status=failure.status,
+                transient=failure.transient,
+                output_started=self.sink.committed,
+                retry_scheduled=retried,
+                backoff_s=backoff_s if retried else None,
+                retry_reason=verdict.value,
+            ),
+        )
+        log.warning(
+            "engine leg failed",
+            rid=self.rid,
+            engine=failure.engine,
+            phase=failure.phase.value,
+            reason=failure.condition.value,
+            detail=failure.detail,
+            retry=verdict.value,
+        )
+
+    # -- seats ---------------------------------------------------------------------------------------------------------------
+
+    async def take_seat(self, role: Role, *, until: float = float("inf")) -> Claim:
+        """A place on an engine for one leg, in FIFO order.
+
+        A prefill seat is waited for within what is left of the queue budget; a decode seat until `until`, the instant at which the
+        hand-off becomes too old. No checkpoint lies between the grant and the caller's `with`.
+        """
+        work = self.work
+        assert work is not None
+
+        def try_place() -> Claim | None:
+            hold = self.core.hold(role)
+            if hold is not None:
+                raise hold
+            try:
+                placement = place(self.core.fleet, work, role, exclude=self.excluded[role], producer=self.producer)
+            except NoEngine as exc:
+                raise Refusal(Condition.NO_ENGINE, "no engine is available for this request", detail=str(exc)) from None
+            return None if placement is None else self.core.fleet.claim(placement.engine, role, work)
+
+        if role is Role.PREFILL:
+            self.phase = Phase.PREFILL_SEAT
+            self.producer = None
+            claim = await self._queued(self.core.prefill_queue, try_place, "prefill")
+            self.producer = self.record.prefill_iid = claim.engine.id
+            return claim
+        self.phase = Phase.DECODE_SEAT
+        with self._waiting("decode"), trio.move_on_at(until):
+            claim = await self.core.decode_queue.acquire(try_place)
+            self.record.decode_iid = claim.engine.id
+            return claim
+        raise Refusal(Condition.HANDOFF_EXPIRED, "the KV hand-off became too old while waiting for a decode seat")
+
+    async def _queued(self, queue: FifoQueue[T], try_grant: Callable[[], T | None], stage: str) -> T:
+        """A grant from `queue` within what is left of the queue budget, which all waits before prefill share."""
+        with self._waiting(stage), trio.move_on_after(self._queue_budget_s):
+            try:
+                return await queue.acquire(try_grant)
+            except QueueFull:
+                raise Refusal(Condition.QUEUE_FULL, "the admission queue is full; retry later") from None
+        raise Refusal(
+            Condition.QUEUE_EXPIRED,
+            f"the request waited {self.core.config.serving.queue_timeout_s:g} s for a seat (serving.queue_timeout_s)",
+        )
+
+    @contextmanager
+    def _waiting(self, stage: str) -> Iterator[None]:
+        """Book the time spent in one queue, and take it off the queue budget where that applies."""
+        started = trio.current_time()
+        try:
+            yield
+        finally:
+            waited = trio.current_time() - started
+            waits = self.record.queue_waits
+            setattr(waits, stage, (getattr(waits, stage) or 0.0) + waited)
+            if stage != "decode":
+                self._queue_budget_s = max(0.0, self._queue_budget_s - waited)
+
+    # -- the end ---------------------------------------------------------------------------------------------------------------
+
+    async def _watch_client(self) -> None:
+        await self.inbound.wait_client_gone()
+        self.lifetime.abort(AbortCause.CLIENT)
+
+    async def client_lost(self) -> None:
+        """A write found the client gone: end the request for that cause. Never returns."""
+        self.lifetime.abort(AbortCause.CLIENT)
+        await trio.sleep_forever()
+
+    def _aborted(self, cause: AbortCause) -> Outcome:
+        message = {
+            AbortCause.DEADLINE: f"the request's deadline of {self.deadline.budget_s:g} s ended in phase {self.phase.value}",
+            AbortCause.DELETE: "the request was cancelled by a DELETE of its id",
+            AbortCause.SHUTDOWN: "the router is shutting down",
+        }.get(cause, "")
+        return Outcome(_ABORTED[cause], message, phase=self.phase)
+
+    async def _conclude(self, outcome: Outcome) -> None:
+        """Tell the client, outside the Lifetime but never without a bound: a reader that stalls is cut."""
+        if self.answered:
+            return
+        sink = self.sink
+        if outcome.row.status is None or (sink.committed and not (sink.clean and self.streaming)):
+            sink.abort()
+            self.answered = True
+            return
+        with trio.move_on_after(self.core.config.server.write_timeout_s):
+            try:
+                if sink.committed:
+                    await sink.write(outcome_frame(outcome))
+                    await sink.finish()
+                else:
+                    status, headers, body = outcome_response(outcome)
+                    await sink.respond(status, [*self.response_headers(), *headers], body)
+                self.answered = True
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                pass  # the client left while it was told why; the outcome stands
+        if not self.answered:
+            sink.abort()
+            self.answered = True
+
+    def accept_handoff(self) -> None:
+        """A decode engine has begun to answer: it has taken the cache."""
+        if self.handoff_entry is not None:
+            self.core.ledger.close(self.handoff_entry, HandoffResult.ACCEPTED)
+
+    def response_headers(self) -> Headers:
+        """Headers of every answer on a completion route."""
+        return [(b"x-request-id", self.rid.encode())]
+
+    def server_timing(self) -> Headers:
+        """`server-timing` of a success: what each stage took, in milliseconds."""
+        marks = self.record.milestones
+        spans = (
+            (b"admission", 0.0, marks.get("admitted")),
+            (b"prefill", marks.get("prefill_sent"), marks.get("prefilled")),
+            (b"handoff", marks.get("prefilled"), marks.get("decode_sent")),
+            (b"first_token", 0.0, marks.get("first_token")),
+        )
+        parts = [
+            b"%s;dur=%.1f" % (name, (end - start) * 1000)
+            for name, start, end in spans
+            if start is not None and end is not None
+        ]
+        return [(b"server-timing", b", ".join(parts))] if parts else []
+
+    def mark(self, milestone: str) -> None:
+        """Note an instant of the timeline; a later attempt overwrites an earlier one."""
+        self.record.mark(milestone, trio.current_time())
+
+    def _settle(self) -> None:
+        """The one place where a request is booked: counters, journal row, its place among the running. Synchronous."""
+        record, core = self.record, self.core
+        if self.work is not None:
+            record.input_len = self.work.input_tokens
+        measure(record, self.ledgers, accounting=core.dialect.accounting(self.endpoint))
+        record.conclude(
+            self.outcome, ended_at=trio.current_time(), output_started=self.sink.committed and self.streaming
+        )
+        core.closed(self)
+        core.accounting.settle(record)
+        if record.terminal is Terminal.COMPLETED and record.attempts == 1:
+            core.retry_budget.deposit()
+        core.journal.record(record)
+
+
+def measure(record: Record, ledgers: list[TokenLedger], *, accounting: Accounting) -> None:
+    """Fill in output length and per-token times from what was measured at the reading side. Null where ids are not supplied.
+
+    TPOT counts from the end of prefill, decode TPOT from the first token, both over tokens - 1 (the reference's definitions).
+    """
+    record.token_accounting = accounting.value
+    arrived = record.arrived
+    prefilled = record.milestones.get("prefilled")
+    record.ttft_s = prefilled
+    if not ledgers:
+        return
+    last = ledgers[-1]
+    if last.first_at is not None:
+        record.first_byte_s = last.first_at - arrived
+        if prefilled is not None:
+            # On rendezvous dialects tokens may come before the prefill's own answer.
+            prefilled = record.ttft_s = min(prefilled, record.first_byte_s)
+    if accounting is not Accounting.TOKEN_IDS:
+        return
+    record.output_len = last.count
+    if last.count > 1 and last.first_at is not None and last.last_at is not None:
+        record.decode_tpot_s = (last.last_at - last.first_at) / (last.count - 1)
+        if prefilled is not None:
+            record.tpot_s = (last.last_at - arrived - prefilled) / (last.count - 1)
+
+
+def _small_int(value: bytes | None) -> int | None:
+    return int(value) if value is not None and value.isdigit() and len(value) <= 4 else None

@@ -1,0 +1,128 @@
+"""The router's own picture of itself as JSON documents: `/health`, `/ready`, `/narwhal/state`, `/narwhal/requests`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import trio
+
+from narwhal_trio.types import Endpoint, Role
+
+if TYPE_CHECKING:
+    from narwhal_trio.router.core import RouterCore
+    from narwhal_trio.router.request import RequestRun
+    from narwhal_trio.types import RequestId
+
+__all__ = ["health_document", "ready_document", "request_document", "requests_document", "state_document"]
+
+
+def health_document(core: RouterCore) -> dict[str, Any]:
+    """Always answered with 200: `status` says in what state the router is, not whether it takes work."""
+    live = len(core.fleet.live())
+    status = "draining" if core.draining else "ok" if live else "degraded"
+    return {"status": status, "instances": len(core.fleet.engines), "available_instances": live}
+
+
+def ready_document(core: RouterCore) -> dict[str, Any]:
+    """`status` is `ready` or `not_ready`; `reason` is the first thing that keeps completions away."""
+    hold = core.arrival_hold()
+    reason = hold.message if hold is not None else "" if core.fleet.live() else "no available engines"
+    return {
+        "status": "not_ready" if reason else "ready",
+        "control_ready": True,
+        "epoch": 0,
+        "holder": "",
+        "reason": reason,
+    }
+
+
+def deadline_table(core: RouterCore) -> dict[str, Any]:
+    """Every bound that may end a request, in seconds as in force; null where there is none."""
+    serving, engine = core.config.serving, core.config.engine
+    return {
+        "request_timeout_s": serving.request_timeout_s,
+        "queue_timeout_s": serving.queue_timeout_s or None,
+        "connect_timeout_s": engine.connect_timeout_s,
+        "prefill_timeout_s": serving.prefill_timeout_s,
+        "handoff_bound_s": core.config.handoff_bound_s,
+        "first_token_timeout_s": core.first_token_timeout_s,
+        "decode_read_timeout_s": engine.decode_read_timeout_s or None,
+        "write_timeout_s": core.config.server.write_timeout_s,
+    }
+
+
+def state_document(core: RouterCore) -> dict[str, Any]:
+    """The `narwhal.state` document: books, queues, engines, pools and effective deadlines."""
+    books = core.accounting.state()
+    serving = books.pop("serving")
+    admission = core.admission.statistics()
+    return {
+        "schema": "narwhal.state",
+        "schema_version": 1,
+        "journal_run": core.journal.run_id,
+        **books,
+        "token_accounting": {endpoint.value: core.dialect.accounting(endpoint).value for endpoint in Endpoint},
+        "admission": {
+            "mode": core.config.serving.admission,
+            "inflight": core.inflight,
+            "limit": core.config.serving.max_connections,
+            "queued": admission.waiting,
+            "queue_capacity": admission.capacity,
+            "queue_high_water": admission.high_water,
+            "waiting_prefill": len(core.prefill_queue),
+            "waiting_decode": len(core.decode_queue),
+            "engine_auth": core.engine_auth,
+        },
+        "serving": {
+            "http_retained": core.retained,
+            "http_retained_limit": core.config.retention_limit,
+            "http_retained_high_water": core.retained_high_water,
+            **serving,
+            "retry_credits": core.retry_budget.credits,
+            "retry_credits_spent": core.retry_budget.spent,
+        },
+        "kv_handoffs": {"open": core.ledger.open, **{k.value: n for k, n in core.ledger.closed.items()}},
+        "deadlines": deadline_table(core),
+        "pools": {role.value: [e.id for e in core.fleet if e.role is role] for role in Role},
+        "resident": {
+            engine.id: {"prefill": len(engine.prefills), "decode": len(engine.decodes)} for engine in core.fleet
+        },
+        "ejected": [e.id for e in core.fleet if not e.live],
+        "http_pools": {
+            "data": attrs.asdict(core.wire.statistics()),
+            "control": attrs.asdict(core.control_wire.statistics()),
+        },
+        "slo": {"ttft_s": core.config.slo.ttft_s, "tpot_s": core.config.slo.tpot_s},
+    }
+
+
+def _brief(run: RequestRun, now: float) -> dict[str, Any]:
+    record = run.record
+    return {
+        "id": run.rid,
+        "client_rid": record.client_rid,
+        "endpoint": run.endpoint.value,
+        "stream": record.stream,
+        "phase": run.phase.value,
+        "age_s": round(now - run.arrived_at, 6),
+        "deadline_left_s": round(run.lifetime.deadline_at - now, 6),
+        "attempts": record.attempts,
+        "prefill_iid": record.prefill_iid,
+        "decode_iid": record.decode_iid,
+        "tokens": record.decode_tokens_observed,
+    }
+
+
+def requests_document(core: RouterCore) -> dict[str, Any]:
+    """Requests that run now, oldest first."""
+    now = trio.current_time()
+    return {"running": [_brief(run, now) for run in core.running.values()]}
+
+
+def request_document(core: RouterCore, rid: RequestId) -> dict[str, Any] | None:
+    """One running request with its timeline (seconds since arrival); None if it is not running."""
+    run = core.running.get(rid)
+    if run is None:
+        return None
+    return {**_brief(run, trio.current_time()), "milestones": run.record.milestones}
