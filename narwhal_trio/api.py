@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -31,6 +30,7 @@ from narwhal_trio.wire.stream import SocketDialer
 if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+    from pathlib import Path
     from typing import Self
 
     from narwhal_trio.edge.listen import SocketListener
@@ -54,7 +54,7 @@ class RequestFailed(Exception):  # noqa: N818 - the pinned name of the embedding
         self,
         status: int,
         message: str,
-        type: str,
+        type: str,  # noqa: A002 - the envelope's own name
         code: str | None,
         param: str | None,
         headers: Mapping[str, str],
@@ -295,7 +295,10 @@ async def open_router(
     books = Accounting(config.slo.ttft_s, config.slo.tpot_s, config.serving.queue_timeout_s)
     failure: Exception | None = None
     meta = {"admission": {"mode": config.serving.admission, "margin": config.serving.admission_margin}}
-    async with Journal.open(config.journal, meta=meta, file=journal_file, threads=threads) as journal, trio.open_nursery() as nursery:
+    async with (
+        Journal.open(config.journal, meta=meta, file=journal_file, threads=threads) as journal,
+        trio.open_nursery() as nursery,
+    ):
         await nursery.start(journal.run)
         core = RouterCore(
             config,

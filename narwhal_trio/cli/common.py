@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 from narwhal_trio.config import ConfigError, load_config
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
     from narwhal_trio.config import RouterConfig

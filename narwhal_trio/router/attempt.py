@@ -79,7 +79,10 @@ async def _rendezvous(run: RequestRun) -> Outcome | LegFailure:
 
 
 async def _prefill(run: RequestRun, claim: Claim, meeting: Rendezvous | None) -> Handoff | LegFailure | None:
-    """The one-token leg; None where the dialect hands over by rendezvous. Its answer carries the hand-off descriptor and the exact prompt length."""
+    """The one-token leg. Its answer carries the hand-off descriptor and the exact prompt length.
+
+    None where the dialect hands over by rendezvous.
+    """
     core, request = run.core, run.request
     assert request is not None
     engine = claim.engine.id

@@ -9,7 +9,6 @@ import trio
 
 from narwhal_trio.engines.answers import engine_message
 from narwhal_trio.outcomes import Condition, Outcome
-from narwhal_trio.types import EngineId, Phase, Role
 from narwhal_trio.wire.client import ConnectFailed, MalformedResponse, ResponseTooLarge, WireError
 
 if TYPE_CHECKING:
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
 
     from narwhal_trio.engines.dialect import Leg
     from narwhal_trio.router.request import RequestRun
+    from narwhal_trio.types import EngineId, Phase, Role
     from narwhal_trio.wire.client import Exchange
 
 __all__ = ["EngineLeg", "LegFailure", "failure_of_response"]
