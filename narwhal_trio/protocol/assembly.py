@@ -1,0 +1,240 @@
+"""Engine stream bytes to one response body, for clients that did not ask for a stream. Pure; times are given by the caller.
+
+Events are folded as they come: strings and arrays are joined as JSON text, so that nothing is decoded only to be printed again, numbers and
+escapes stay the engine's, and memory is that of the answer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from narwhal_trio.protocol.events import BadFrame, is_null, string_body
+from narwhal_trio.protocol.fold import StreamFold
+from narwhal_trio.protocol.logprobs import Logprobs
+from narwhal_trio.protocol.splice import HIDDEN
+from narwhal_trio.protocol.toolcalls import FunctionCall, ToolCalls
+from narwhal_trio.types import Endpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from msgspec import Raw
+
+    from narwhal_trio.protocol.events import FoldRules, Frame
+    from narwhal_trio.protocol.sse import SseEvent
+
+__all__ = ["AssemblyFold"]
+
+_STRINGS: Final = ("content", "reasoning", "reasoning_content", "refusal")
+_FRAMING: Final = len(b"data: \n\n")
+
+
+class AssemblyFold(StreamFold):
+    """Fold for clients that want one response: `feed` engine reads, look at `fault` and `done`, then take `response`."""
+
+    def __init__(self, rules: FoldRules) -> None:
+        super().__init__(rules)
+        self._bytes = 0
+        self._meta: dict[str, bytes] = {}
+        self._kept: dict[str, bytes] = {}  # members of the choice of which the last non-null one stands
+        self._texts: dict[str, bytearray] = {}
+        self._calls = ToolCalls(whole_repeats=rules.matched_stop)
+        self._function = FunctionCall()
+        self._logprobs = Logprobs(rules.endpoint)
+        self._ids: list[bytes] = []
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Take one engine read, made at `now`. After a fault or `[DONE]` nothing more is parsed."""
+        if self.stopped:
+            return
+        tokens = bearing = first = 0
+        for event in self._parser.feed(data):
+            self._bytes += len(event.framed) or len(event.data) + _FRAMING
+            if self._bytes > self.rules.max_response_bytes:
+                self._over_limit()
+                break
+            for template in self._templates:
+                hit = template.match(event)
+                if hit is not None:
+                    count, text, ids = hit
+                    if text:
+                        self._texts[template.field] += text
+                    if ids and self.rules.expose_token_ids:
+                        self._ids.append(ids)
+                    break
+            else:
+                count = self._general(event)
+                if self.stopped:
+                    break
+            if count:
+                if not bearing:
+                    first = count
+                tokens += count
+                bearing += 1
+        if bearing:
+            self.ledger.add(tokens, now, bearing, first)
+        self._check_size()
+
+    def end(self) -> None:
+        """The engine's body ended: sets `fault` unless `[DONE]` came."""
+        self._end()
+
+    def response(self, prompt_tokens: int) -> bytes:
+        """The response body as compact JSON in UTF-8. Only once `done`.
+
+        prompt_tokens: the request's input length, for the usage of an engine that reports none.
+        """
+        assert self.done
+        assert self.fault is None
+        # One flat list, joined once: the texts must not be copied from level to level.
+        out: list[bytes | bytearray] = [b"{"]
+        for name, value in self._meta.items():
+            if name != "usage":
+                out += (_key(name), value, b",")
+        out += (b'"object":"', self.rules.endpoint.response_object.encode(), b'","choices":[{"index":0,')
+        if self.rules.endpoint is Endpoint.CHAT:
+            self._render_message(out)
+        else:
+            out += (b'"text":"', self._texts.get("text", b""), b'"')
+        if self._logprobs:
+            out.append(b',"logprobs":')
+            self._logprobs.render(out)
+        # "stop" is the reference's default for an engine that never says why it stopped.
+        for name, value in {"finish_reason": b'"stop"', **self._kept}.items():
+            out += (b",", _key(name), value)
+        if self._ids:
+            out += (b',"token_ids":[', b",".join(self._ids), b"]")
+        out.append(b"}]")
+        usage = self._meta.get("usage")
+        if usage is None and self.rules.token_ids:
+            count = self.ledger.count
+            counts = {"prompt_tokens": prompt_tokens, "completion_tokens": count, "total_tokens": prompt_tokens + count}
+            usage = msgspec.json.encode(counts)
+        if usage is not None:
+            out += (b',"usage":', usage)
+        out.append(b"}")
+        return b"".join(out)
+
+    def _render_message(self, out: list[bytes | bytearray]) -> None:
+        texts = self._texts
+        content = texts.get("content")
+        others = bool(self._calls or self._function or any(texts.get(name) for name in _STRINGS[1:]))
+        out.append(b'"message":{"role":"assistant","content":')
+        # Engines open with an empty content whatever follows; an answer of something else alone has none.
+        if content is None or (others and not content):
+            out.append(b"null")
+        else:
+            out += (b'"', content, b'"')
+        for name, text in texts.items():
+            if name != "content":
+                out += (b",", _key(name), b'"', text, b'"')
+        if self._calls:
+            out.append(b',"tool_calls":')
+            self._calls.render(out)
+        if self._function:
+            out.append(b',"function_call":')
+            self._function.render(out)
+        out.append(b"}")
+
+    def _finish(self) -> None:
+        super()._finish()
+        try:
+            self._calls.check()
+            self._function.check()
+        except BadFrame as exc:
+            self.done = False
+            self.fault = self.fault or exc.fault
+
+    def _general(self, event: SseEvent) -> int:
+        """Fold an event that no template fits. Returns its tokens."""
+        frame = self._opened(event)
+        if frame is None:
+            return 0
+        try:
+            count, ids = self._identity(frame)
+            self._fold(frame, ids)
+        except BadFrame as exc:
+            self.fault = exc.fault
+            return 0
+        if self.output_started:
+            self._learn(frame, ids)
+        else:
+            self.output_started = self._answers(count, self.finish_reason)
+        return count
+
+    def _fold(self, frame: Frame, ids: list[int]) -> None:
+        for name, value in frame.top.items():
+            if name in ("choices", "object") or is_null(value) or not self._may_show(name):
+                continue
+            if name == "usage" and not bytes(value).startswith(b"{"):
+                raise BadFrame("non-streaming usage must be an object", transient=False)
+            self._keep(self._meta, name, value)
+        if frame.choice is not None:
+            self._fold_choice(frame.choice, frame.delta)
+            if ids and self.rules.expose_token_ids:
+                self._ids.append(",".join(map(str, ids)).encode())
+
+    def _fold_choice(self, choice: Mapping[str, Raw], delta: Mapping[str, Raw]) -> None:
+        chat = self.rules.endpoint is Endpoint.CHAT
+        for name, value in choice.items():
+            if is_null(value) or name in ("index", "token_ids"):
+                continue
+            if name == "delta" and chat:
+                self._fold_delta(delta)
+            elif name == "text" and not chat:
+                self._append("text", value, "completion text")
+            elif name == "logprobs":
+                self._logprobs.add(value)
+            elif name == "finish_reason":
+                reason = string_body(value)
+                if reason is None:
+                    raise BadFrame("non-streaming finish_reason must be a string", transient=False)
+                if reason:  # "" means not finished
+                    self.finish_reason = msgspec.json.decode(value, type=str)
+                    self._keep(self._kept, name, value)
+            elif name == "prompt_token_ids":
+                if self.rules.expose_token_ids:
+                    self._keep(self._kept, name, value)
+            elif name == "stop_reason" or (name == "matched_stop" and self.rules.matched_stop):
+                self._keep(self._kept, name, value)
+            else:
+                raise BadFrame(f"unsupported field in non-streaming choice: {name}", transient=False)
+
+    def _fold_delta(self, delta: Mapping[str, Raw]) -> None:
+        for name, value in delta.items():
+            if is_null(value):
+                continue
+            if name in _STRINGS:
+                self._append(name, value, name)
+            elif name == "role":
+                if string_body(value) != b"assistant":
+                    raise BadFrame("non-streaming chat requires an assistant role", transient=False)
+            elif name == "tool_calls":
+                self._calls.add(value)
+            elif name == "function_call":
+                self._function.add(value)
+            else:
+                raise BadFrame(f"unsupported field in non-streaming chat delta: {name}", transient=False)
+
+    def _append(self, name: str, value: Raw, what: str) -> None:
+        body = string_body(value)
+        if body is None:
+            raise BadFrame(f"non-streaming {what} must be a string", transient=False)
+        self._texts.setdefault(name, bytearray()).extend(body)
+
+    def _keep(self, where: dict[str, bytes], name: str, value: Raw) -> None:
+        """The last non-null value stands."""
+        new, old = bytes(value), where.get(name)
+        if old != new:
+            where[name] = new
+            if old is not None:
+                self._templates.clear()  # they stand for events that said otherwise
+
+    def _may_show(self, name: str) -> bool:
+        return name not in HIDDEN or self.rules.expose_token_ids
+
+
+def _key(name: str) -> bytes:
+    return msgspec.json.encode(name) + b":"
