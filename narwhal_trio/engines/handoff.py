@@ -1,0 +1,135 @@
+"""How a decode engine finds the KV that a prefill engine made: a descriptor in the prefill answer, or a rendezvous named beforehand.
+
+Engines do not protect the router: a descriptor of another prompt, one used before or one past its lease is answered with 200 and, at
+worst, with wrong text. So a hand-off knows whose it is and when it came, and is dropped with the attempt that used it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+import msgspec
+
+from narwhal_trio.engines.answers import AnswerInvalid
+
+if TYPE_CHECKING:
+    import random
+
+    from narwhal_trio.types import Role
+
+__all__ = ["Handoff", "HandoffInvalid", "Rendezvous", "backend_id", "read_handoff", "rendezvous", "request_of"]
+
+_LEG_ID: Final = re.compile(r"(.+)-a[0-9]+-(?:prefill|decode)", re.DOTALL)
+_FOREIGN_LEG_ID: Final = re.compile(r"[0-9a-f-]{36}-a[0-9]+-prefill")
+
+
+class HandoffInvalid(AnswerInvalid):
+    """A prefill answered 200 without a usable descriptor: no KV can be fetched from it."""
+
+
+@attrs.frozen
+class Handoff:
+    """The descriptor of one finished prefill; good for one decode leg of the same request.
+
+    params: the exact bytes of the engine's `kv_transfer_params`.
+    for_request: the router's id of the request whose prompt this is.
+    received_at: when the prefill answer was complete (the caller's clock, seconds); the KV lease counts from about here.
+    engine: the producer's `remote_engine_id`. blocks: KV blocks held there. prompt_tokens: input length that the producer counted, if it
+    said so.
+    """
+
+    params: bytes
+    for_request: str
+    received_at: float
+    engine: str
+    blocks: int
+    prompt_tokens: int | None = None
+
+
+@attrs.frozen
+class Rendezvous:
+    """Where both legs of one attempt meet: the producer's bootstrap server and a room number of 63 bits that is never used again."""
+
+    host: str
+    port: int
+    room: int
+
+
+def rendezvous(host: str, port: int, rng: random.Random) -> Rendezvous:
+    """A new room at this bootstrap server. A retry needs another one."""
+    return Rendezvous(host, port, rng.randrange(1, 1 << 63))
+
+
+def backend_id(request_id: str, attempt: int, role: Role) -> str:
+    """What an engine knows one leg by: `<rid>-a<attempt>-<prefill|decode>`, attempts counted from 1. Fixed width as far as `rid` is."""
+    return f"{request_id}-a{attempt}-{role.value}"
+
+
+def request_of(leg_id: str) -> str:
+    """The request id in a backend id."""
+    match = _LEG_ID.fullmatch(leg_id)
+    return leg_id if match is None else match[1]
+
+
+_OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_LIST: Final = msgspec.json.Decoder(list[msgspec.Raw])
+_PARAMS: Final = "kv_transfer_params"
+
+
+def read_handoff(body: bytes, *, leg_id: str, received_at: float) -> Handoff:
+    """The descriptor in the answer of a prefill leg, `choices[0]` before the top level (behaviour.md B.5).
+
+    leg_id: backend id under which the leg was sent; an answer that carries the id of another leg is refused.
+    Raises `HandoffInvalid`.
+    """
+    try:
+        return _read(body, leg_id, received_at)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise HandoffInvalid(f"invalid answer: {error}") from None
+
+
+def _read(body: bytes, leg_id: str, received_at: float) -> Handoff:
+    answer = _OBJECT.decode(body)
+    if (raw_choices := answer.get("choices")) is None:
+        raise HandoffInvalid("the answer has no choices")
+    choices = _LIST.decode(raw_choices)
+    raw: msgspec.Raw | None = None
+    if choices:
+        raw = _OBJECT.decode(choices[0]).get(_PARAMS)
+    params: Any = None if raw is None else msgspec.json.decode(raw)
+    if not params and (raw := answer.get(_PARAMS)) is not None:
+        params = msgspec.json.decode(raw)
+    if raw is None or not params:
+        raise HandoffInvalid(f"the answer has no {_PARAMS}")
+    if not isinstance(params, dict):
+        raise HandoffInvalid(f"{_PARAMS} is not an object")
+    engine = params.get("remote_engine_id")
+    if not isinstance(engine, str) or not engine:
+        raise HandoffInvalid(f"{_PARAMS}.remote_engine_id is not a non-empty string")
+    blocks = _count_blocks(params.get("remote_block_ids"))
+    for value in (_text(answer.get("id")), params.get("remote_request_id")):
+        if isinstance(value, str) and leg_id not in value and _FOREIGN_LEG_ID.search(value):
+            raise HandoffInvalid(f"the answer belongs to {value[:200]}")
+    return Handoff(bytes(raw), request_of(leg_id), received_at, engine, blocks, _prompt_tokens(answer.get("usage")))
+
+
+def _count_blocks(ids: Any) -> int:
+    """Blocks in a flat list of ids or in one list per KV cache group."""
+    if isinstance(ids, list):
+        groups = ids if ids and all(isinstance(group, list) for group in ids) else [ids]
+        if all(type(block) is int and block >= 0 for group in groups for block in group):
+            return sum(map(len, groups))
+    raise HandoffInvalid(f"{_PARAMS}.remote_block_ids is not a list of block ids, or of such lists")
+
+
+def _text(raw: msgspec.Raw | None) -> str | None:
+    value = None if raw is None else msgspec.json.decode(raw)
+    return value if isinstance(value, str) else None
+
+
+def _prompt_tokens(raw: msgspec.Raw | None) -> int | None:
+    usage = None if raw is None else msgspec.json.decode(raw)
+    tokens = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    return tokens if type(tokens) is int and tokens >= 0 else None
