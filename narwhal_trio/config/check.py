@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import attrs
 
-from narwhal_trio.config.errors import Problem
+from narwhal_trio.config.errors import Problem, join
 from narwhal_trio.config.keys import FieldSpec, Key, field_specs, section_of, shown
 
 __all__ = ["problems", "table"]
@@ -73,14 +73,14 @@ class _Check:
             given: Mapping[str, object] = value
             for name in value:
                 if all(name != spec.name for spec in specs):
-                    self.bad(_join(path, str(name)), f"unknown key{_nearest(str(name), path, self.root, specs)}")
+                    self.bad(join(path, str(name)), f"unknown key{_nearest(str(name), path, self.root, specs)}")
         else:
             if not isinstance(value, cls):
-                return self.bad(path, f"must be a {cls.__name__}, got {type(value).__name__}")
+                return self.bad(path, f"must be of class {cls.__name__}, got {type(value).__name__}")
             given = {spec.name: getattr(value, spec.name) for spec in specs}
         clean = {}
         for spec in specs:
-            here = _join(path, spec.name)
+            here = join(path, spec.name)
             if spec.name not in given:
                 if spec.required:
                     self.bad(here, f"missing required {'section' if attrs.has(spec.type) else 'key'} ({spec.key.doc})")
@@ -166,10 +166,6 @@ def _stand_in(kind: Any) -> Any:
     return "?" if kind is str else kind(1)
 
 
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
 def _nearest(name: str, path: str, root: type, specs: typing.Sequence[FieldSpec]) -> str:
     """A hint for an unknown key: the section in which this very name exists, a similar name here, a similar name elsewhere."""
     elsewhere: dict[str, list[str]] = {}
@@ -179,7 +175,7 @@ def _nearest(name: str, path: str, root: type, specs: typing.Sequence[FieldSpec]
     if name in elsewhere:
         return f"; did you mean {' or '.join(elsewhere[name])}?"
     if close := difflib.get_close_matches(name, here, n=1):
-        return f"; did you mean {_join(path, close[0])}?"
+        return f"; did you mean {join(path, close[0])}?"
     if close := difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.8):
         return f"; did you mean {' or '.join(elsewhere[close[0]])}?"
     return f"; known keys are {', '.join(here)}" if len(here) <= 8 else ""
@@ -188,7 +184,7 @@ def _nearest(name: str, path: str, root: type, specs: typing.Sequence[FieldSpec]
 def _names(cls: type, path: str) -> typing.Iterator[tuple[str, str]]:
     """Every key and section of `cls` as dotted path and last name."""
     for spec in field_specs(cls):
-        dotted = _join(path, spec.name)
+        dotted = join(path, spec.name)
         yield dotted, spec.name
         inner, mark = section_of(spec.type)
         if inner is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import cattrs
@@ -21,8 +22,7 @@ def effective(config: RouterConfig) -> dict[str, Any]:
     Credentials inside addresses are replaced by `***`; other credentials are no part of a configuration, only the names of the
     variables that hold them. Without `derived` the result loads again.
     """
-    converter = cattrs.Converter(unstruct_collection_overrides={tuple: list})
-    settings: dict[str, Any] = converter.unstructure(config)
+    settings: dict[str, Any] = _writer().unstructure(config)
     del settings["notes"]
     settings["ha"]["endpoints"] = [mask_url(url) for url in config.ha.endpoints]
     contract = config.engine_contract
@@ -50,6 +50,11 @@ def effective(config: RouterConfig) -> dict[str, Any]:
         "notes": list(config.notes),
     }
     return settings
+
+
+@functools.cache
+def _writer() -> cattrs.Converter:
+    return cattrs.Converter(unstruct_collection_overrides={tuple: list})
 
 
 def _bootstrap(config: RouterConfig) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,9 @@ import attrs
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-__all__ = ["ConfigError", "Problem"]
+__all__ = ["ConfigError", "Problem", "join", "touched"]
 
+_BARE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _INDEX = re.compile(r"\[\d+\]")
 
 
@@ -48,6 +50,13 @@ class ConfigError(ValueError):
         prefix = f"{source}: " if source else ""
         self.problems = [f"{prefix}{problem}" for problem in self.details]
         super().__init__("\n".join(self.problems))
+
+
+def join(path: str, name: str) -> str:
+    """Dotted path of a key. A name that could not stand bare in TOML is quoted, so that a problem stays one printable line."""
+    if not _BARE.fullmatch(name):
+        name = json.dumps(name) if len(name) <= 40 else f"{json.dumps(name[:40])}..."
+    return f"{path}.{name}" if path else name
 
 
 def touched(keys: Iterable[str], bad: Collection[str]) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from narwhal_trio.config.control import EngineContract
-from narwhal_trio.config.errors import Problem
+from narwhal_trio.config.errors import Problem, join
 from narwhal_trio.config.keys import FieldSpec, field_specs, section_of
 
 __all__ = ["Prepare", "TableWithDuplicates"]
@@ -48,13 +48,13 @@ class Prepare:
         """A copy of one table with everything resolved. What is wrong in itself is left in place for the check."""
         for name in getattr(raw, "duplicates", ()):
             if not self._comment(name):
-                self.found.append(Problem(_join(path, name), "appears more than once"))
+                self.found.append(Problem(join(path, name), "appears more than once"))
         members = {str(name): value for name, value in raw.items() if not self._comment(str(name))}
         if cls is EngineContract:
             self._rename(members, path)
         specs = {spec.name: spec for spec in field_specs(cls)}
         return {
-            name: self._value(specs[name], value, _join(path, name)) if name in specs else value
+            name: self._value(specs[name], value, join(path, name)) if name in specs else value
             for name, value in members.items()
             if not (name in specs and value is None and _defaults_on_null(specs[name]))
         }
@@ -66,7 +66,7 @@ class Prepare:
         for old, new in _OLD_CONTRACT_NAMES.items():
             if old in members:
                 if new in members:
-                    self.found.append(Problem(_join(path, old), f"is the old name of {new}, which is given too"))
+                    self.found.append(Problem(join(path, old), f"is the old name of {new}, which is given too"))
                 members.setdefault(new, members.pop(old))
 
     def _value(self, spec: FieldSpec, value: object, path: str) -> Any:
@@ -104,7 +104,3 @@ def _defaults_on_null(spec: FieldSpec) -> bool:
     """True for a section that may be null in JSON to mean its defaults."""
     cls, mark = section_of(spec.type)
     return cls is not None and not mark and not spec.required and typing.get_origin(spec.type) is not types.UnionType
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
