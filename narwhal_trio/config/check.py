@@ -113,6 +113,8 @@ class _Check:
     def items(self, kind: Any, value: object, path: str, key: Key) -> Any:
         if not isinstance(value, list | tuple):
             hint = f"; write [{shown(value)}]" if isinstance(value, str) else ""
+            if isinstance(value, Mapping) and attrs.has(kind):
+                hint = f"; write [[{path}]] in TOML"
             return self.bad(path, f"must be a list, got {_kind(value)}{hint}")
         checked = [self.value(kind, item, f"{path}[{index}]", key) for index, item in enumerate(value)]
         return tuple(item for item in checked if item is not _BAD)
@@ -123,9 +125,9 @@ def _type_problem(kind: Any, value: object, *, raw: bool) -> str | None:
     if typing.get_origin(kind) is typing.Literal:
         return _choice_problem(typing.get_args(kind), value)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return (
-            None if not raw and isinstance(value, kind) else _choice_problem([member.value for member in kind], value)
-        )
+        if isinstance(value, kind) and not raw:
+            return None
+        return _choice_problem([member.value for member in kind], value)
     if kind is bool:
         return None if isinstance(value, bool) else f"must be true or false, got {_kind(value)}"
     if kind is str:

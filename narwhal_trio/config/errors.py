@@ -33,6 +33,11 @@ class Problem:
     def __str__(self) -> str:
         return f"{self.key}: {self.text}" if self.key else self.text
 
+    @property
+    def in_file(self) -> bool:
+        """False for a value of the command line, whose key is the option."""
+        return not self.key.startswith("--")
+
     def rests_on(self, bad: Collection[str]) -> bool:
         """True if one of the keys of this verdict has a problem of its own already, so that the verdict means nothing."""
         return any(_covers(path, self.key) for path in bad) or touched(self.depends_on, bad)
@@ -41,14 +46,15 @@ class Problem:
 class ConfigError(ValueError):
     """A configuration that cannot be used.
 
-    problems: one line each, `FILE: key: what is wrong`; without FILE where a program made the configuration.
+    problems: one line each, `FILE: key: what is wrong`; without FILE for what a program or the command line contributed.
     """
 
     def __init__(self, details: Iterable[Problem], source: str = "") -> None:
         self.details = tuple(details)
         self.source = source
-        prefix = f"{source}: " if source else ""
-        self.problems = [f"{prefix}{problem}" for problem in self.details]
+        self.problems = [
+            f"{source}: {problem}" if source and problem.in_file else str(problem) for problem in self.details
+        ]
         super().__init__("\n".join(self.problems))
 
 

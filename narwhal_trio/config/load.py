@@ -88,10 +88,9 @@ def parse_config(
     if bind_override and isinstance(server, Mapping):
         tables["server"] = {**server, "bind": tuple(bind_override)}
 
-    bad = {problem.key for problem in found}
     clean, unfit = check.table(RouterConfig, tables)
-    found += [problem for problem in unfit if not problem.rests_on(bad)]
-    bad |= {problem.key for problem in found}
+    bad = prepare.unresolved | {problem.key for problem in unfit}
+    found += [problem for problem in unfit if not problem.rests_on(prepare.unresolved)]
     config = None
     try:
         config = _builder().structure(clean, RouterConfig)

@@ -220,12 +220,13 @@ class RouterConfig:
         return self.handoff_bound_for(self.kv_lease_s)
 
     def handoff_bound_for(self, lease_s: float) -> float:
-        """`serving.handoff_timeout_s`, or lease - lease // 6 where that is 0.
+        """`serving.handoff_timeout_s`, or lease - lease // 6 where that is 0 or not below the lease.
 
-        lease_s: the producer's lease, attested or `kv_lease_s`. An explicit limit never outlives the lease, since an engine answers
-        a hand-off whose KV is gone with wrong text instead of an error.
+        lease_s: the producer's lease, attested or `kv_lease_s`. A limit must not outlive it, since an engine answers a hand-off whose
+        KV is gone with wrong text instead of an error.
         """
-        return min(self.serving.handoff_timeout_s, lease_s) or lease_s - lease_s // 6
+        limit_s = self.serving.handoff_timeout_s
+        return limit_s if 0 < limit_s < lease_s else lease_s - lease_s // 6
 
     @property
     def control_connections(self) -> int:

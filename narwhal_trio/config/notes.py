@@ -33,6 +33,9 @@ def notes(config: RouterConfig, given: Mapping[str, object], schema_version: int
         yield f'auth.keys_file: has no effect while auth.mode is "{auth.mode}"'
     if auth.mode != "trusted_header" and auth.trusted_proxies:
         yield f'auth.trusted_proxies: has no effect while auth.mode is "{auth.mode}"'
+    for index, network in enumerate(auth.trusted_proxies):
+        if auth.mode == "trusted_header" and network.endswith("/0"):
+            yield f"auth.trusted_proxies[{index}]: {network} believes a client name from anybody"
     if ha.backend != "file" and ha.lease_path:
         yield f'ha.lease_path: has no effect while ha.backend is "{ha.backend}"'
     if ha.backend != "etcd" and ha.endpoints:

@@ -37,12 +37,16 @@ class TableWithDuplicates(dict[str, Any]):
 
 
 class Prepare:
-    """One pass over the tables of a file, guided by the section classes. Problems collect in `found`."""
+    """One pass over the tables of a file, guided by the section classes.
+
+    found: the problems. unresolved: paths of values that still hold a reference, about which the check has nothing to add.
+    """
 
     def __init__(self, environ: Mapping[str, str], *, comments: bool) -> None:
         self.environ = environ
         self.comments = comments
         self.found: list[Problem] = []
+        self.unresolved: set[str] = set()
 
     def table(self, cls: type, raw: Mapping[str, object], path: str) -> dict[str, Any]:
         """A copy of one table with everything resolved. What is wrong in itself is left in place for the check."""
@@ -87,16 +91,17 @@ class Prepare:
         if not isinstance(value, str) or "${" not in value:
             return value
         match = _REFERENCE.fullmatch(value)
+        content = self.environ.get(match[1], "") if match else ""
         if match is None:
-            self.found.append(Problem(path, "an environment reference must be the whole value, ${NAME}"))
-            return value
-        content = self.environ.get(match[1], "")
-        if not content.strip():
-            self.found.append(Problem(path, f"environment variable {match[1]} is unset or empty"))
+            text = "an environment reference must be the whole value, ${NAME}"
+        elif not content.strip():
+            text = f"environment variable {match[1]} is unset or empty"
         elif "${" in content:
-            self.found.append(Problem(path, f"environment variable {match[1]} contains another reference"))
+            text = f"environment variable {match[1]} contains another reference"
         else:
             return content
+        self.found.append(Problem(path, text))
+        self.unresolved.add(path)
         return value
 
 

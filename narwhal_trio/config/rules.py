@@ -126,8 +126,8 @@ def _queue(config: RouterConfig) -> Iterator[Finding]:
 def _handoff(config: RouterConfig) -> Iterator[Finding]:
     limit, lease = config.serving.handoff_timeout_s, config.engine.kv_lease_s
     leased = config.engine.backend == "vllm" and not any(engine.attestation_url for engine in config.engines)
-    if leased and limit > lease:
-        text = f"must be at most engine.kv_lease_s ({_number(lease)}), got {_number(limit)}: the KV is gone then and no engine notices"
+    if leased and limit >= lease:
+        text = f"must be below engine.kv_lease_s ({_number(lease)}), got {_number(limit)}: the KV is gone then and no engine notices"
         yield "serving.handoff_timeout_s", f"{text}; set engine.kv_lease_s to the lease that the engines have"
 
 

@@ -92,7 +92,7 @@ class ServingConfig:
         30.0,
         "how long a shutdown waits for running requests before it ends them",
         unit="s",
-        rule=limit("whole seconds >= 0", lambda value: value >= 0 and value.is_integer()),
+        rule=limit("whole seconds >= 0", lambda value: value >= 0 and float(value).is_integer()),
     )
     queue_capacity: int = key(
         0, "requests that may wait for an admission seat. 0 = no queue", unit="requests", rule=NOT_NEGATIVE

@@ -47,7 +47,8 @@ def test_hand_off_bound() -> None:
     assert config(engine=EngineSettings(kv_lease_s=100)).handoff_bound_s == 84.0
     assert config(serving=ServingConfig(handoff_timeout_s=7)).handoff_bound_s == 7.0
     assert config().handoff_bound_for(60.0) == 50.0
-    assert config(serving=ServingConfig(handoff_timeout_s=7)).handoff_bound_for(5.0) == 5.0
+    assert config(serving=ServingConfig(handoff_timeout_s=7)).handoff_bound_for(7.0) == 6.0
+    assert config(serving=ServingConfig(handoff_timeout_s=7)).handoff_bound_for(7.5) == 7.0
 
 
 def test_control_connections() -> None:

@@ -270,7 +270,9 @@ def test_a_section_must_be_a_table(key: str) -> None:
 
 
 def test_engines_must_be_a_list_of_tables() -> None:
-    assert problems({**BASE, "engines": {"p": {}}}) == ["engines: must be a list, got a table"]
+    assert problems({**BASE, "engines": {"p": {}}}) == [
+        "engines: must be a list, got a table; write [[engines]] in TOML"
+    ]
     assert problems({**BASE, "engines": [3, BASE["engines"][1]]}) == ["engines[0]: must be a table, got an integer"]
     assert problems({**BASE, "engines": []}) == ["engines: must have at least one engine"]
 
@@ -321,7 +323,21 @@ def test_an_unknown_key_without_a_likeness_gets_the_list_where_it_is_short() -> 
     ]
 
 
-def test_integers_are_numbers() -> None:
+@pytest.mark.parametrize("key", [row.key for row in describe() if row.type == "number"])
+def test_integers_are_numbers(key: str) -> None:
+    """An integer is taken, or refused by a rule that a number of the same value breaks too."""
+
+    def verdict(value: float) -> object:
+        try:
+            return parse_config(with_value(key, value), environ={})
+        except ConfigError as error:
+            return [problem.key for problem in error.details]
+
+    for value in (0, 1, 2, 200):
+        assert verdict(value) == verdict(float(value))
+
+
+def test_integers_become_floats() -> None:
     config = parse_config(with_value("serving.request_timeout_s", 7), environ={})
     assert config.serving.request_timeout_s == 7.0
     assert isinstance(config.serving.request_timeout_s, float)

@@ -76,7 +76,7 @@ def test_a_file_without_a_telling_name_is_told_by_its_first_character(tmp_path: 
         ("a.toml", "[slo]\n[slo]\n", "line 2, column 5: is not valid TOML: Cannot declare ('slo',) twice"),
         ("a.toml", "slo = {", "is not valid TOML: "),
         ("a.toml", "{}", "line 1, column 1: is not valid TOML: Invalid statement"),
-        ("a.json", '{"model": "m",\n}', "line 2, column 1: is not valid JSON: "),
+        ("a.json", '{"model": "m",\n}', ": is not valid JSON: "),
         ("a.json", "", "line 1, column 1: is not valid JSON: Expecting value"),
         ("a.json", "[]", "must be an object with the configuration's sections"),
         ("a.json", "3", "must be an object with the configuration's sections"),
@@ -90,7 +90,7 @@ def test_a_file_without_a_telling_name_is_told_by_its_first_character(tmp_path: 
 )
 def test_a_file_that_cannot_be_parsed(tmp_path: Path, name: str, text: str | bytes, problem: str) -> None:
     (found,) = fail(write(tmp_path, name, text))
-    assert found.startswith(problem)
+    assert problem in found
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
@@ -120,12 +120,13 @@ def test_numbers_that_are_none_are_named(tmp_path: Path) -> None:
 def test_duplicate_json_keys_are_named_with_their_path(tmp_path: Path) -> None:
     text = """{"model": "m", "slo": {"ttft_s": 1, "ttft_s": 2, "tpot_s": 1, "ttft_s": 3}, "_note": 1, "_note": 2,
       "engines": [{"iid": "a", "url": "http://a"}, {"iid": "b", "url": "http://b", "iid": "c", "pin": 3}],
-      "serving": {"max_attempts": 1}, "serving": {"max_attempts": 3}}"""
+      "serving": {"max_attempts": 1}, "serving": {"max_attempts": 4}}"""
     assert fail(write(tmp_path, "a.json", text)) == [
         "serving: appears more than once",
         "slo.ttft_s: appears more than once",
         "engines[1].iid: appears more than once",
         "engines[1].pin: must be true or false, got an integer",
+        "serving.max_attempts: must be 1 to 3, got 4",
     ]
 
 
@@ -342,6 +343,25 @@ def test_addresses_of_the_command_line_replace_those_of_the_file() -> None:
     assert fail_raw({**BASE, "server": 3}, bind_override=["0.0.0.0:1"]) == ["server: must be a table, got an integer"]
 
 
+def test_problems_of_the_command_line_name_no_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.toml", TOML + "[serving]\nmax_attempts = 0")
+    with pytest.raises(ConfigError) as caught:
+        load(path, bind_override=["8000"])
+    assert caught.value.problems == [
+        f"{path}: serving.max_attempts: must be 1 to 3, got 0",
+        "--bind: '8000' has no port, write HOST:PORT, [v6]:PORT or unix:PATH",
+    ]
+
+
+def test_keys_with_odd_names_are_quoted() -> None:
+    assert fail_raw({**BASE, "a\nb": 1, "": 2, "serving": {"x.y": 3}, "z" * 100: 4}) == [
+        '"a\\nb": unknown key',
+        '"": unknown key',
+        f'"{"z" * 40}"...: unknown key',
+        'serving."x.y": unknown key',
+    ]
+
+
 def test_the_tables_that_are_given_stay_as_they_are() -> None:
     raw = references("${P}")
     before = copy.deepcopy(raw)
@@ -350,6 +370,10 @@ def test_the_tables_that_are_given_stay_as_they_are() -> None:
 
 
 def test_settings_without_effect_are_remarked() -> None:
+    trusting = {"mode": "trusted_header", "trusted_proxies": ["10.0.0.0/8", "::/0"]}
+    assert parse_config({**BASE, "auth": trusting}, environ={}).notes == (
+        "auth.trusted_proxies[1]: ::/0 believes a client name from anybody",
+    )
     raw = {
         **BASE,
         "auth": {"keys_file": "k", "trusted_proxies": ["10.0.0.0/8"]},

@@ -168,10 +168,10 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ),
     (
         "hand-off",
-        {"serving": {"handoff_timeout_s": 31}},
+        {"serving": {"handoff_timeout_s": 30}},
         [
             (
-                "serving.handoff_timeout_s: must be at most engine.kv_lease_s (30), got 31: the KV is gone then and no engine notices; "
+                "serving.handoff_timeout_s: must be below engine.kv_lease_s (30), got 30: the KV is gone then and no engine notices; "
                 "set engine.kv_lease_s to the lease that the engines have"
             )
         ],
@@ -352,8 +352,8 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
         {"controller": {"monitor_interval_s": 1.1}, "recovery": {"health": {"window_s": 3.3}}},
     ),
     ("queue", {"serving": {"queue_capacity": 1, "queue_timeout_s": 0.1}}),
-    ("hand-off up to the lease", {"serving": {"handoff_timeout_s": 30}}),
-    ("longer lease", {"serving": {"handoff_timeout_s": 60}, "engine": {"kv_lease_s": 60}}),
+    ("hand-off just below the lease", {"serving": {"handoff_timeout_s": 29.9}}),
+    ("longer lease", {"serving": {"handoff_timeout_s": 60}, "engine": {"kv_lease_s": 61}}),
     (
         "lease that an attestation tells",
         {"serving": {"handoff_timeout_s": 60}, "engines": fleet({"attestation_url": "http://a/v1/attestation"}, {})},
