@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Self
 
-    from narwhal_trio.edge.listen import SocketListener
+    from narwhal_trio.edge.listen import Listener
     from narwhal_trio.observe.journal_file import LineFile
     from narwhal_trio.wire.stream import Dialer
 
@@ -160,14 +160,27 @@ class Router:
             tls_keyfile=server.tls_keyfile,
         )
         tls = server_context(settings)
-        listeners = await open_listeners(self.config.binds if binds is None else binds, tls=tls is not None)
-        try:
-            async with trio.open_nursery() as nursery:
-                await nursery.start(_serve, listeners, self._app, settings, self.edge_state, tls)
-                task_status.started([listener.url for listener in listeners])
-        finally:
-            for listener in listeners:
-                listener.close_now()
+        opened = await open_listeners(self.config.binds if binds is None else binds, tls=tls is not None)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self._serve_on, opened, settings, tls)
+            task_status.started([listener.url for listener in opened])
+
+    async def serve_on(
+        self, listeners: Sequence[Listener], *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """As `serve`, on listeners that the caller made, such as those of an in-memory network. Closes them when it ends."""
+        settings = EdgeSettings(write_timeout_s=self.config.server.write_timeout_s)
+        await self._serve_on(listeners, settings, None, task_status=task_status)
+
+    async def _serve_on(
+        self,
+        listeners: Sequence[Listener],
+        settings: EdgeSettings,
+        tls: ssl.SSLContext | None,
+        *,
+        task_status: trio.TaskStatus[None],
+    ) -> None:
+        await serve(listeners, self._app, settings, self.edge_state, tls=tls, task_status=task_status)
 
     async def complete(
         self,
@@ -248,18 +261,6 @@ class Router:
         with trio.move_on_after(self.config.server.write_timeout_s + 1):
             await self.core.wait_idle()
         return clean
-
-
-async def _serve(
-    listeners: Sequence[SocketListener],
-    app: Application,
-    settings: EdgeSettings,
-    state: EdgeState,
-    tls: ssl.SSLContext | None,
-    *,
-    task_status: trio.TaskStatus[None],
-) -> None:
-    await serve(listeners, app, settings, state, tls=tls, task_status=task_status)
 
 
 def _encoded(body: Mapping[str, Any] | bytes, *, stream: bool) -> bytes:
