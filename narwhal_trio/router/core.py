@@ -14,6 +14,7 @@ from narwhal_trio.core.fifo import FifoQueue
 from narwhal_trio.engines.dialect import dialect_for
 from narwhal_trio.engines.handoff import rendezvous
 from narwhal_trio.outcomes import Condition, Refusal
+from narwhal_trio.protocol.identity import Authenticator
 from narwhal_trio.router.gauges import samples
 from narwhal_trio.scheduling.fleet import Claim, Engine, Fleet
 from narwhal_trio.scheduling.ledger import HandoffLedger
@@ -80,12 +81,14 @@ class RouterCore:
         accounting: Accounting,
         journal: Journal,
         *,
+        authenticator: Authenticator | None = None,
         credential: str = "",
         seed: int | None = None,
     ) -> None:
         self.config = config
         self.accounting = accounting
         self.journal = journal
+        self.authenticator = authenticator or Authenticator()
         self.random = random.Random(seed)
         self.dialect = dialect_for(config.engine.backend, config.engine.connector_name)
         serving = config.serving

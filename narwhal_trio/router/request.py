@@ -60,7 +60,10 @@ _ABORTED = {
 class RequestRun:
     """The running state of one request. Created at arrival; nothing of it outlives `run`."""
 
-    def __init__(self, core: RouterCore, endpoint: Endpoint, inbound: Inbound, sink: Sink) -> None:
+    def __init__(
+        self, core: RouterCore, endpoint: Endpoint, inbound: Inbound, sink: Sink, *, client: str | None = None
+    ) -> None:
+        """client: the client's name where the caller vouches for it (a host program does); None asks for credentials."""
         self.core = core
         self.endpoint = endpoint
         self.inbound = inbound
@@ -87,6 +90,7 @@ class RequestRun:
         """True once the response that has begun is an event stream."""
         limits = core.config.serving
         self.retained = False
+        self._client = client
         self.ledgers: list[TokenLedger] = []
         self._bad_deadline: Refusal | None = None
         try:
@@ -147,6 +151,10 @@ class RequestRun:
 
     def _gate(self) -> None:
         """What can be refused from the head alone, before a byte of the body is asked for."""
+        if self._client is None:
+            self.record.client = self.core.authenticator.identify(self.inbound.headers, self.inbound.peer)
+        else:
+            self.record.client = self._client
         self.core.admit_arrival(self)
         if self._bad_deadline is not None:
             raise self._bad_deadline
