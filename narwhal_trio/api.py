@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import trio
 
-from narwhal_trio.config import RouterConfig, load_config, read_credentials
+from narwhal_trio.config import ConfigError, Problem, RouterConfig, load_config, read_credentials
 from narwhal_trio.edge.asgi import AsgiApp
 from narwhal_trio.edge.listen import open_listeners, serve, server_context
 from narwhal_trio.edge.memory import MemoryInbound, MemorySink
@@ -21,6 +22,7 @@ from narwhal_trio.edge.routes import Application
 from narwhal_trio.edge.settings import EdgeSettings, EdgeState
 from narwhal_trio.observe.accounting import Accounting
 from narwhal_trio.observe.journal import Journal
+from narwhal_trio.protocol.identity import Authenticator, KeysError, parse_keys
 from narwhal_trio.protocol.sse import SseParser
 from narwhal_trio.router.core import RouterCore
 from narwhal_trio.router.request import RequestRun
@@ -30,7 +32,6 @@ from narwhal_trio.wire.stream import SocketDialer
 if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-    from pathlib import Path
     from typing import Self
 
     from narwhal_trio.edge.listen import Listener
@@ -241,7 +242,7 @@ class Router:
         asked = list(headers)
         if timeout is not None:
             asked.append((b"x-request-timeout", f"{max(timeout, 0.0):.9f}".encode()))
-        return RequestRun(self.core, kind, MemoryInbound(kind.path, body, asked), sink)
+        return RequestRun(self.core, kind, MemoryInbound(kind.path, body, asked), sink, client="")
 
     def cancel(self, request_id: str) -> bool:
         """End a running request by its id, as `DELETE /v1/requests/{id}` does; False if it is not running."""
@@ -293,6 +294,7 @@ async def open_router(
     if not isinstance(config, RouterConfig):
         config = load_config(config, environ=environ)
     credentials = read_credentials(config, environ)
+    authenticator = _authenticator(config)
     books = Accounting(config.slo.ttft_s, config.slo.tpot_s, config.serving.queue_timeout_s)
     failure: Exception | None = None
     meta = {"admission": {"mode": config.serving.admission, "margin": config.serving.admission_margin}}
@@ -306,6 +308,7 @@ async def open_router(
             SocketDialer() if dialer is None else dialer,
             books,
             journal,
+            authenticator=authenticator,
             credential=credentials.engine_api_key,
             seed=seed,
         )
@@ -319,6 +322,22 @@ async def open_router(
         nursery.cancel_scope.cancel()
     if failure is not None:
         raise failure
+
+
+def _authenticator(config: RouterConfig) -> Authenticator:
+    """Who clients are, by the configured mode. Raises `ConfigError` for a keys file that cannot be used."""
+    auth = config.auth
+    keys: dict[bytes, str] = {}
+    if auth.mode == "api_keys":
+        try:
+            keys = parse_keys(Path(auth.keys_file).read_text(encoding="utf-8"))
+        except KeysError as exc:
+            raise ConfigError(
+                [Problem("auth.keys_file", f"{auth.keys_file}: {text}") for text in exc.problems]
+            ) from None
+        except (OSError, UnicodeDecodeError) as exc:
+            raise ConfigError([Problem("auth.keys_file", f"{auth.keys_file}: {exc}")]) from None
+    return Authenticator.of(auth.mode, keys, auth.trusted_header, auth.trusted_proxies)
 
 
 async def _end_requests(core: RouterCore) -> None:

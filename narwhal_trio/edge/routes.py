@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from narwhal_trio.observe import metrics
-from narwhal_trio.protocol.envelope import error_body
+from narwhal_trio.outcomes import Refusal
+from narwhal_trio.protocol.envelope import error_body, outcome_response
 from narwhal_trio.router.request import RequestRun
 from narwhal_trio.router.state import (
     health_document,
@@ -19,7 +20,7 @@ from narwhal_trio.router.state import (
     requests_document,
     state_document,
 )
-from narwhal_trio.types import AbortCause, Endpoint, RequestId
+from narwhal_trio.types import AbortCause, Endpoint, Phase, RequestId
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +79,7 @@ class Application:
         if stem == "/v1/models":
             return self._model(name)
         if stem == "/v1/requests":
-            return self._delete(name)
+            return self._delete(name, inbound)
         document = request_document(self.core, RequestId(name))
         if document is None:
             return 404, _JSON, error_body(_INVALID, f"no request {name[:64]} is running", None, "request_not_found")
@@ -148,8 +149,17 @@ class Application:
         content_type, body = metrics.render(self.core)
         return 200, [(b"content-type", content_type)], body
 
-    def _delete(self, name: str) -> Answer:
-        if self.core.cancel(RequestId(name), AbortCause.DELETE):
+    def _delete(self, name: str, inbound: Inbound) -> Answer:
+        """For whoever knows the id; where clients have names, for the request's own client and for the admin."""
+        run = self.core.running.get(RequestId(name))
+        if self.core.authenticator.mode != "none" and not (self._admin_key and self._admin(inbound)):
+            try:
+                client = self.core.authenticator.identify(inbound.headers, inbound.peer)
+            except Refusal as refusal:
+                return outcome_response(refusal.outcome(Phase.BODY))
+            if run is not None and run.record.client != client:
+                run = None  # somebody else's: as good as not there
+        if run is not None and self.core.cancel(RequestId(name), AbortCause.DELETE):
             return _json(200, {"id": name, "cancelled": True})
         return 404, _JSON, error_body(_INVALID, f"no request {name[:64]} is running", None, "request_not_found")
 
