@@ -7,7 +7,7 @@ worst, with wrong text. So a hand-off knows whose it is and when it came, and is
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import attrs
 import msgspec
@@ -75,7 +75,12 @@ def request_of(leg_id: str) -> str:
 
 _OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST: Final = msgspec.json.Decoder(list[msgspec.Raw])
+_STRING: Final = msgspec.json.Decoder(str)
+_Block: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+_BLOCKS: Final = msgspec.json.Decoder(list[_Block])
+_GROUPS: Final = msgspec.json.Decoder(list[list[_Block]])
 _PARAMS: Final = "kv_transfer_params"
+_NULL: Final = msgspec.Raw(b"null")
 
 
 def read_handoff(body: bytes, *, leg_id: str, received_at: float) -> Handoff:
@@ -86,7 +91,7 @@ def read_handoff(body: bytes, *, leg_id: str, received_at: float) -> Handoff:
     """
     try:
         return _read(body, leg_id, received_at)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HandoffInvalid(f"invalid answer: {error}") from None
 
 
@@ -95,41 +100,62 @@ def _read(body: bytes, leg_id: str, received_at: float) -> Handoff:
     if (raw_choices := answer.get("choices")) is None:
         raise HandoffInvalid("the answer has no choices")
     choices = _LIST.decode(raw_choices)
-    raw: msgspec.Raw | None = None
-    if choices:
-        raw = _OBJECT.decode(choices[0]).get(_PARAMS)
-    params: Any = None if raw is None else msgspec.json.decode(raw)
-    if not params and (raw := answer.get(_PARAMS)) is not None:
-        params = msgspec.json.decode(raw)
-    if raw is None or not params:
+    raw = _OBJECT.decode(choices[0]).get(_PARAMS, _NULL) if choices else _NULL
+    if not _truthy(raw):
+        raw = answer.get(_PARAMS, _NULL)
+    if not _truthy(raw):
         raise HandoffInvalid(f"the answer has no {_PARAMS}")
-    if not isinstance(params, dict):
-        raise HandoffInvalid(f"{_PARAMS} is not an object")
-    engine = params.get("remote_engine_id")
-    if not isinstance(engine, str) or not engine:
+    text = bytes(raw)
+    if not text.isascii():
+        text.decode()  # a value that is skipped is not checked for UTF-8, but this one travels on
+    try:
+        params = _OBJECT.decode(raw)
+    except msgspec.ValidationError:
+        raise HandoffInvalid(f"{_PARAMS} is not an object") from None
+    engine = _text(params.get("remote_engine_id"))
+    if not engine:
         raise HandoffInvalid(f"{_PARAMS}.remote_engine_id is not a non-empty string")
-    blocks = _count_blocks(params.get("remote_block_ids"))
-    for value in (_text(answer.get("id")), params.get("remote_request_id")):
-        if isinstance(value, str) and leg_id not in value and _FOREIGN_LEG_ID.search(value):
+    blocks = _count_blocks(params.get("remote_block_ids", _NULL))
+    for value in (_text(answer.get("id")), _text(params.get("remote_request_id"))):
+        if value is not None and leg_id not in value and _FOREIGN_LEG_ID.search(value):
             raise HandoffInvalid(f"the answer belongs to {value[:200]}")
-    return Handoff(bytes(raw), request_of(leg_id), received_at, engine, blocks, _prompt_tokens(answer.get("usage")))
+    return Handoff(text, request_of(leg_id), received_at, engine, blocks, _prompt_tokens(answer.get("usage")))
 
 
-def _count_blocks(ids: Any) -> int:
+def _truthy(raw: msgspec.Raw) -> bool:
+    return bool(_OBJECT.decode(raw) if bytes(raw)[:1] == b"{" else msgspec.json.decode(raw))
+
+
+def _count_blocks(raw: msgspec.Raw) -> int:
     """Blocks in a flat list of ids or in one list per KV cache group."""
-    if isinstance(ids, list):
-        groups = ids if ids and all(isinstance(group, list) for group in ids) else [ids]
-        if all(type(block) is int and block >= 0 for group in groups for block in group):
-            return sum(map(len, groups))
-    raise HandoffInvalid(f"{_PARAMS}.remote_block_ids is not a list of block ids, or of such lists")
+    try:
+        return sum(map(len, _GROUPS.decode(raw)))
+    except msgspec.ValidationError:
+        pass
+    try:
+        return len(_BLOCKS.decode(raw))
+    except msgspec.ValidationError:
+        raise HandoffInvalid(f"{_PARAMS}.remote_block_ids is not a list of block ids, or of such lists") from None
 
 
 def _text(raw: msgspec.Raw | None) -> str | None:
-    value = None if raw is None else msgspec.json.decode(raw)
-    return value if isinstance(value, str) else None
+    if raw is None:
+        return None
+    try:
+        return _STRING.decode(raw)
+    except msgspec.ValidationError:
+        return None
+
+
+class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens: _Block
+
+
+_USAGE: Final = msgspec.json.Decoder(_Usage)
 
 
 def _prompt_tokens(raw: msgspec.Raw | None) -> int | None:
-    usage = None if raw is None else msgspec.json.decode(raw)
-    tokens = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-    return tokens if type(tokens) is int and tokens >= 0 else None
+    try:
+        return None if raw is None else _USAGE.decode(raw).prompt_tokens
+    except msgspec.ValidationError:
+        return None
