@@ -39,7 +39,7 @@ class AssemblyFold(StreamFold):
         self._bytes = 0
         self._meta: dict[str, bytes] = {}
         self._kept: dict[str, bytes] = {}  # members of the choice of which the last non-null one stands
-        self._texts: dict[str, bytearray] = {}
+        self._texts: dict[str, list[bytes]] = {}  # pieces of JSON strings, none of them empty
         self._calls = ToolCalls(whole_repeats=rules.matched_stop)
         self._function = FunctionCall()
         self._logprobs = Logprobs(rules.endpoint)
@@ -60,7 +60,7 @@ class AssemblyFold(StreamFold):
                 if hit is not None:
                     count, text, ids = hit
                     if text:
-                        self._texts[template.field] += text
+                        self._texts[template.field].append(text)
                     if ids and self.rules.expose_token_ids:
                         self._ids.append(ids)
                     break
@@ -89,7 +89,7 @@ class AssemblyFold(StreamFold):
         assert self.done
         assert self.fault is None
         # One flat list, joined once: the texts must not be copied from level to level.
-        out: list[bytes | bytearray] = [b"{"]
+        out = [b"{"]
         for name, value in self._meta.items():
             if name != "usage":
                 out += (_key(name), value, b",")
@@ -97,7 +97,7 @@ class AssemblyFold(StreamFold):
         if self.rules.endpoint is Endpoint.CHAT:
             self._render_message(out)
         else:
-            out += (b'"text":"', self._texts.get("text", b""), b'"')
+            out += (b'"text":"', *self._texts.get("text", ()), b'"')
         if self._logprobs:
             out.append(b',"logprobs":')
             self._logprobs.render(out)
@@ -117,7 +117,7 @@ class AssemblyFold(StreamFold):
         out.append(b"}")
         return b"".join(out)
 
-    def _render_message(self, out: list[bytes | bytearray]) -> None:
+    def _render_message(self, out: list[bytes]) -> None:
         texts = self._texts
         content = texts.get("content")
         others = bool(self._calls or self._function or any(texts.get(name) for name in _STRINGS[1:]))
@@ -126,10 +126,10 @@ class AssemblyFold(StreamFold):
         if content is None or (others and not content):
             out.append(b"null")
         else:
-            out += (b'"', content, b'"')
+            out += (b'"', *content, b'"')
         for name, text in texts.items():
             if name != "content":
-                out += (b",", _key(name), b'"', text, b'"')
+                out += (b",", _key(name), b'"', *text, b'"')
         if self._calls:
             out.append(b',"tool_calls":')
             self._calls.render(out)
@@ -222,7 +222,9 @@ class AssemblyFold(StreamFold):
         body = string_body(value)
         if body is None:
             raise BadFrame(f"non-streaming {what} must be a string", transient=False)
-        self._texts.setdefault(name, bytearray()).extend(body)
+        pieces = self._texts.setdefault(name, [])
+        if body:
+            pieces.append(body)
 
     def _keep(self, where: dict[str, bytes], name: str, value: Raw) -> None:
         """The last non-null value stands."""

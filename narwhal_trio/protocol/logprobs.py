@@ -27,7 +27,7 @@ class Logprobs:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._known = _FIELDS[endpoint]
-        self._arrays: dict[str, bytearray | None] = {}
+        self._arrays: dict[str, list[bytes] | None] = {}
 
     def __bool__(self) -> bool:
         return bool(self._arrays)
@@ -50,17 +50,15 @@ class Logprobs:
             inside = text[1:-1].strip()
             array = self._arrays.get(name)
             if array is None:
-                self._arrays[name] = bytearray(inside)
-            elif inside:
-                if array:
-                    array += b","
-                array += inside
+                array = self._arrays[name] = []
+            if inside:
+                array += (b",", inside) if array else (inside,)
 
-    def render(self, out: list[bytes | bytearray]) -> None:
+    def render(self, out: list[bytes]) -> None:
         """Append the joined arrays as a JSON object."""
         between = b"{"
         for name, array in self._arrays.items():
             out += (between, msgspec.json.encode(name))
-            out += (b":null",) if array is None else (b":[", array, b"]")
+            out += (b":null",) if array is None else (b":[", *array, b"]")
             between = b","
         out.append(b"}")

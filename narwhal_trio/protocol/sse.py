@@ -13,6 +13,7 @@ import msgspec
 __all__ = ["SseEvent", "SseParser", "encode"]
 
 _BOM: Final = b"\xef\xbb\xbf"
+_FIELDS: Final = frozenset({b"data", b"event", b"id", b"retry"})
 _LF: Final = 10
 _CR: Final = 13
 
@@ -21,7 +22,8 @@ class SseEvent(msgspec.Struct, gc=False):
     """One dispatched event.
 
     data: its data lines joined with LF. name: its `event` field, b"" for the default type.
-    framed: its bytes as they came, set only where they differ from `data: DATA LF LF`; comments are no part of an event.
+    framed: its bytes as they came, set only where they differ from `data: DATA LF LF`; comments and unknown
+    fields are no part of an event.
     """
 
     data: bytes
@@ -30,7 +32,7 @@ class SseEvent(msgspec.Struct, gc=False):
 
     @property
     def raw(self) -> bytes:
-        """The event's own bytes, its blank line included, without comments and without a byte order mark.
+        """The event's own bytes, its blank line included, without comments, unknown fields and byte order mark.
 
         The blank line repeats the line end before it, so that how reads were cut never shows.
         """
@@ -40,9 +42,7 @@ class SseEvent(msgspec.Struct, gc=False):
         """The same event with other data: its fields other than `data` stay as they came."""
         if not self.framed:
             return b"data: " + data + b"\n\n"
-        kept = [
-            line + b"\n" for line in self.framed.splitlines() if line and line.partition(b":")[0] not in (b"data", b"")
-        ]
+        kept = [line + b"\n" for line in self.framed.splitlines() if line and line.partition(b":")[0] != b"data"]
         return b"".join(kept) + encode(data)
 
 
@@ -88,7 +88,7 @@ class SseParser:
         self._data: bytearray | None = None
         self._name = b""
         self._line_end = b""
-        self._kept = False  # the last line is in `_raw`, not a comment or a blank line
+        self._kept = False  # the last line is in `_raw`
         self._skip_lf = False  # the last read ended with CR: a LF that follows belongs to it
 
     def feed(self, data: bytes) -> list[SseEvent]:
@@ -208,9 +208,9 @@ class SseParser:
             self._overflow()
             return False
         field, _, value = body.partition(b":")
-        self._kept = bool(field)
-        if not field:
-            return True  # a comment
+        self._kept = field in _FIELDS
+        if not self._kept:
+            return True  # a comment, or a field that the standard says to ignore
         self._raw += body + end
         self._size += len(body) + 1
         self._line_end = end

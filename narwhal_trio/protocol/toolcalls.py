@@ -22,14 +22,14 @@ _FUNCTION_MEMBERS: Final = frozenset({"name", "arguments"})
 
 
 class _Call:
-    """One call under construction; each part is the inside of a JSON string."""
+    """One call under construction; each part is the inside of a JSON string, or pieces of it."""
 
     __slots__ = ("arguments", "id", "name")
 
     def __init__(self) -> None:
         self.id = bytearray()
         self.name = bytearray()
-        self.arguments = bytearray()
+        self.arguments: list[bytes] = []
 
 
 class ToolCalls:
@@ -65,19 +65,21 @@ class ToolCalls:
             name = _text(function, "name", "tool function name")
             call = self._call(members.get("index"), call_id, alone=len(items) == 1)
             self._head(call, call_id, name)
-            call.arguments += _text(function, "arguments", "tool function arguments")
+            arguments = _text(function, "arguments", "tool function arguments")
+            if arguments:
+                call.arguments.append(arguments)
 
     def check(self) -> None:
         """At the end of the stream. Raises `BadFrame` for a call without id or name."""
         if not all(call.id and call.name for call in self._calls.values()):
             raise _malformed("non-streaming tool call lacks an ID or function name")
 
-    def render(self, out: list[bytes | bytearray]) -> None:
+    def render(self, out: list[bytes]) -> None:
         """Append the calls in index order as a JSON array."""
         between = b"["
         for _, call in sorted(self._calls.items()):
-            out += (between, b'{"id":"', call.id, b'","type":"function","function":{"name":"', call.name)
-            out += (b'","arguments":"', call.arguments, b'"}}')
+            out += (between, b'{"id":"', bytes(call.id), b'","type":"function","function":{"name":"', bytes(call.name))
+            out += (b'","arguments":"', *call.arguments, b'"}}')
             between = b","
         out.append(b"]")
 
@@ -117,7 +119,7 @@ class FunctionCall:
 
     def __init__(self) -> None:
         self._name = bytearray()
-        self._arguments = bytearray()
+        self._arguments: list[bytes] = []
         self._seen = False
 
     def __bool__(self) -> bool:
@@ -129,16 +131,16 @@ class FunctionCall:
         _known(members, _FUNCTION_MEMBERS, "non-streaming function_call")
         self._seen = self._seen or truthy(value)
         self._name += _text(members, "name", "function_call name")
-        self._arguments += _text(members, "arguments", "function_call arguments")
+        self._arguments.append(_text(members, "arguments", "function_call arguments"))
 
     def check(self) -> None:
         """At the end of the stream. Raises `BadFrame` for a call without a name."""
         if self._seen and not self._name:
             raise _malformed("non-streaming function_call lacks a name")
 
-    def render(self, out: list[bytes | bytearray]) -> None:
+    def render(self, out: list[bytes]) -> None:
         """Append the call as a JSON object."""
-        out += (b'{"name":"', self._name, b'","arguments":"', self._arguments, b'"}')
+        out += (b'{"name":"', bytes(self._name), b'","arguments":"', *self._arguments, b'"}')
 
 
 def _malformed(detail: str) -> BadFrame:

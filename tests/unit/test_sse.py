@@ -64,6 +64,11 @@ def test_raw_is_the_events_own_bytes(end: bytes) -> None:
     assert [event.raw for event in parse(first + b": ping" + end + end + second)] == [first, second]
 
 
+def test_unknown_fields_are_no_part_of_an_event() -> None:
+    (event,) = parse(b"data: 1\n\xef\xbb\xbfdata: 2\nfoo: 3\nid: 4\n\n")
+    assert event == SseEvent(b"1", b"data: 1\nid: 4\n\n", b"")
+
+
 def test_comments_are_no_part_of_an_event() -> None:
     (event,) = parse(b": before\ndata: 1\n: between\ndata: 2\n\n")
     assert event == SseEvent(b"1\n2", b"data: 1\ndata: 2\n\n", b"")
