@@ -51,7 +51,10 @@ _log = structlog.get_logger(__name__)
 
 
 class JournalSettings(Protocol):
-    """What the journal reads of the configuration's `journal` section. `path` "" turns it off."""
+    """What the journal reads of the configuration's `journal` section.
+
+    `path` "" turns it off; `max_bytes` 0 never rotates; `fsync_s` 0 leaves syncing to the operating system.
+    """
 
     @property
     def path(self) -> str: ...
@@ -235,10 +238,12 @@ class Journal:
                 self._arrival = trio.Event()
                 with trio.move_on_at(self._sync_at):
                     await self._arrival.wait()
+            written = True
             if self._rows_queued:
                 await trio.sleep(LINGER_S)
-                await self._write_queued()
-            if trio.current_time() >= self._sync_at and await self._attempt(self._file.sync):
+                written = await self._write_queued()
+            # After a failed write there is nothing new to sync, and a sync that succeeds would end the pauses between retries.
+            if written and trio.current_time() >= self._sync_at and await self._attempt(self._file.sync):
                 self._sync_at = math.inf
             if self._failures_in_row:
                 shortest, longest = RETRY_S
@@ -248,24 +253,27 @@ class Journal:
     def _rows_queued(self) -> int:
         return len(self._queue) + (self._batch.left if self._batch is not None else 0)
 
-    async def _write_queued(self) -> None:
-        """One batch. It stays in `_batch` until all of it is written, so that neither failure nor cancellation loses or doubles a row."""
+    async def _write_queued(self) -> bool:
+        """Write one batch; True if all went well.
+
+        It stays in `_batch` until all of it is written, so that neither failure nor cancellation loses or doubles a row.
+        """
         assert self._file is not None
         if self._batch is None:
             self._batch, self._counted = Batch(list(self._queue)), 0
             self._queue.clear()
         try:
-            await self._attempt(self._file.append, self._batch)
+            return await self._attempt(self._file.append, self._batch)
         finally:
             self._count_written()
-        if self._sync_at == math.inf:
-            self._sync_at = trio.current_time() + self._fsync_s
 
     def _count_written(self) -> None:
         batch = self._batch
         if batch is None:
             return
         done = batch.done  # read once: an abandoned thread may still be at it
+        if done > self._counted and self._sync_at == math.inf and self._fsync_s:
+            self._sync_at = trio.current_time() + self._fsync_s
         self._rows_written += done - self._counted
         self._queued_bytes -= sum(map(len, batch.lines[self._counted : done]))
         self._counted = done

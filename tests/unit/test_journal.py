@@ -369,6 +369,17 @@ async def test_an_idle_journal_sets_no_timers(autojump_clock: trio.testing.MockC
         nursery.cancel_scope.cancel()
 
 
+async def test_syncing_may_be_left_to_the_system(autojump_clock: trio.testing.MockClock, settled: Settler) -> None:
+    file = FaultyFile()
+    async with Journal.open(Settings(fsync_s=0), file=file, threads=False) as journal, trio.open_nursery() as nursery:
+        await nursery.start(journal.run)
+        for _ in range(3):
+            journal.record(settled())
+            await trio.sleep(10)
+        assert (file.syncs, journal.statistics().rows_written) == (0, 3)
+        nursery.cancel_scope.cancel()
+
+
 async def test_sync_comes_within_the_interval_under_steady_load(
     autojump_clock: trio.testing.MockClock, settled: Settler
 ) -> None:
@@ -396,6 +407,23 @@ async def test_failed_writes_are_repeated_in_order(autojump_clock: trio.testing.
     statistics = journal.statistics()
     assert (statistics.write_errors, statistics.dropped, statistics.rows_written) == (3, 0, 4)
     assert len(logs) == 1
+
+
+async def test_pauses_between_retries_grow(autojump_clock: trio.testing.MockClock, settled: Settler) -> None:
+    file = FaultyFile(*[full()] * 1000)
+    with capture_logs() as logs:
+        async with (
+            Journal.open(Settings(fsync_s=0.1), file=file, threads=False) as journal,
+            trio.open_nursery() as nursery,
+        ):
+            await nursery.start(journal.run)
+            for _ in range(600):
+                journal.record(settled())
+                await trio.sleep(1)
+            assert 20 < journal.statistics().write_errors < 30
+            assert file.syncs == 0
+            nursery.cancel_scope.cancel()
+    assert len(logs) <= 12, "one complaint a minute"
 
 
 async def test_a_full_queue_drops_the_newest_rows_and_counts_them(
