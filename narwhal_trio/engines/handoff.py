@@ -84,7 +84,7 @@ _NULL: Final = msgspec.Raw(b"null")
 
 
 def read_handoff(body: bytes, *, leg_id: str, received_at: float) -> Handoff:
-    """The descriptor in the answer of a prefill leg, `choices[0]` before the top level (behaviour.md B.5).
+    """The descriptor in the answer of a prefill leg, `choices[0]` before the top level (reference B.5).
 
     leg_id: backend id under which the leg was sent; an answer that carries the id of another leg is refused.
     Raises `HandoffInvalid`.

@@ -46,6 +46,13 @@ different prompts and answer wrong text: `tools`, templates and their arguments,
 `tool_choice` and `response_format`, which some renderers write into the prompt (`tool_choice` "none" can drop the tools from it)."""
 
 
+_CUT: Final = (
+    "truncate_prompt_tokens must be the number of prompt tokens to keep: a negative one would cut the prompt differently for prefill"
+    " and decode"
+)
+"""vLLM then cuts as far as max_tokens requires, which differs between the legs: decode would read the KV of another prompt."""
+
+
 class VLLM(Dialect):
     """Backend `vllm`, connector `nixl`. Backend ids travel as `x-request-id`."""
 
@@ -70,9 +77,8 @@ class VLLM(Dialect):
         return None
 
     def unsupported(self, endpoint: Endpoint, fields: Mapping[str, bytes]) -> tuple[str, str] | None:
-        # Cut "as far as needed" depends on max_tokens, which differs between the legs: their prompts, and so their KV, would differ.
-        if fields.get("truncate_prompt_tokens", b"")[:1] == b"-":
-            return "truncate_prompt_tokens", "truncate_prompt_tokens must be the number of prompt tokens to keep"
+        if (cut := fields.get("truncate_prompt_tokens")) is not None and _negative(cut):
+            return "truncate_prompt_tokens", _CUT
         if fields.get("use_beam_search") == b"true":  # vLLM streams no beams, and the decode leg always streams
             return "use_beam_search", f"use_beam_search is not supported on {endpoint.path} by {self.name}"
         return None
@@ -128,3 +134,11 @@ class VLLM(Dialect):
 
 
 _KEYS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def _negative(value: bytes) -> bool:
+    """Whether an engine that takes numbers in strings, as vLLM does, reads a negative one."""
+    try:
+        return str(msgspec.json.decode(value)).strip().startswith("-")
+    except msgspec.ValidationError:  # beyond every double
+        return value[:1] == b"-"

@@ -1,6 +1,6 @@
 """The request contract: the bytes of a body become a `CompletionRequest` or a `Refusal` that names the field.
 
-Checks run in the reference's order (behaviour.md B.1, then B.3), first failure wins; the rest of interface.md follows. Null always
+Checks run in the reference's order (B.1, then B.3), first failure wins; the rest of interface.md follows. Null always
 passes as absent. Streaming changes no verdict except for the output restrictions, which the mission's page puts on non-streaming
 requests alone. Fields outside these checks pass through untouched.
 

@@ -384,8 +384,12 @@ def test_fields_that_a_dialect_cannot_serve() -> None:
     assert verdict(CHAT, SGLANG, return_token_ids=True) is not None
     assert verdict(CHAT, SGLANG, return_token_ids=False) is None
     assert refusal(CHAT, b'{"messages":[{}],"return_meta_info":1e999}', SGLANG).param == "return_meta_info"
-    assert verdict(CMPL, truncate_prompt_tokens=-1) is not None
-    assert verdict(CMPL, truncate_prompt_tokens=100) is None
+    for negative in (-1, "-1", " -1 ", -1.0, -(10**400)):
+        found = verdict(CMPL, truncate_prompt_tokens=negative)
+        assert found is not None
+        assert found[1] == "truncate_prompt_tokens"
+    for kept in (100, None, "100"):
+        assert verdict(CMPL, truncate_prompt_tokens=kept) is None
     assert verdict(CMPL, use_beam_search=True) == (
         "use_beam_search is not supported on /v1/completions by vllm",
         "use_beam_search",
