@@ -5,10 +5,11 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 
+from narwhal_trio.edge.websocket import EventsSession, StreamSession, serve_websocket
 from narwhal_trio.observe import metrics
 from narwhal_trio.outcomes import Refusal
 from narwhal_trio.protocol.envelope import error_body, outcome_response
@@ -26,12 +27,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from narwhal_trio.core.sink import Headers, Inbound, Sink
+    from narwhal_trio.edge.websocket import Detachable
     from narwhal_trio.router.core import RouterCore
 
 __all__ = ["Application"]
 
 _JSON: Final[Headers] = [(b"content-type", b"application/json")]
 _COMPLETIONS: Final = {endpoint.path: endpoint for endpoint in Endpoint}
+_SOCKETS: Final = ("/v1/stream", "/narwhal/events")
 _INVALID: Final = "invalid_request_error"
 _PROXY_HEADERS: Final = (b"forwarded", b"x-forwarded-for", b"via")
 
@@ -59,8 +62,27 @@ class Application:
         if endpoint is not None and inbound.method == "POST":
             await RequestRun(self.core, endpoint, inbound, sink).run()
             return
+        session = self._socket_session(inbound)
+        if session is not None:
+            await serve_websocket(session[0], session[1], max_message=self.core.config.serving.max_request_bytes)
+            return
         status, headers, body = self._answer(inbound)
         await sink.respond(status, headers, body)
+
+    def _socket_session(self, inbound: Inbound) -> tuple[Detachable, StreamSession | EventsSession] | None:
+        """The session of an acceptable WebSocket upgrade; None for everything that gets an ordinary answer."""
+        if inbound.path not in _SOCKETS or inbound.method != "GET" or not hasattr(inbound, "detach"):
+            return None
+        if (inbound.header(b"upgrade") or b"").lower() != b"websocket" or self.core.draining:
+            return None
+        connection = cast("Detachable", inbound)
+        if inbound.path == "/narwhal/events":
+            return (connection, EventsSession(self.core)) if self._admin(inbound) else None
+        try:
+            client = self.core.authenticator.identify(inbound.headers, inbound.peer)
+        except Refusal:
+            return None
+        return connection, StreamSession(self.core, client, inbound.peer)
 
     def _answer(self, inbound: Inbound) -> Answer:
         method, path = inbound.method, inbound.path
@@ -75,6 +97,8 @@ class Application:
             return 405, [*_JSON, (b"allow", ", ".join(allowed).encode())], body
         if path in self._pages:
             return self._pages[path]()
+        if path in _SOCKETS:
+            return self._no_socket(inbound)
         stem, _, name = path.rpartition("/")
         if stem == "/v1/models":
             return self._model(name)
@@ -91,6 +115,8 @@ class Application:
             return ("POST",)
         if path in self._pages:
             return ("GET", "HEAD")
+        if path in _SOCKETS:
+            return ("GET",)
         stem, _, name = path.rpartition("/")
         if not name:
             return None
@@ -148,6 +174,18 @@ class Application:
     def _metrics(self) -> Answer:
         content_type, body = metrics.render(self.core)
         return 200, [(b"content-type", content_type)], body
+
+    def _no_socket(self, inbound: Inbound) -> Answer:
+        """Why a request to a WebSocket route was not upgraded."""
+        try:
+            self.core.authenticator.identify(inbound.headers, inbound.peer)
+        except Refusal as refusal:
+            return outcome_response(refusal.outcome(Phase.BODY))
+        hold = self.core.arrival_hold()
+        if hold is not None:
+            return outcome_response(hold.outcome(Phase.BODY))
+        message = "this route speaks WebSocket: send an HTTP/1.1 upgrade request"
+        return 426, [*_JSON, (b"upgrade", b"websocket")], error_body(_INVALID, message, None, "upgrade_required")
 
     def _delete(self, name: str, inbound: Inbound) -> Answer:
         """For whoever knows the id; where clients have names, for the request's own client and for the admin."""

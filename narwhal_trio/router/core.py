@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 import trio
 
+from narwhal_trio.core.broadcast import Broadcast
 from narwhal_trio.core.fifo import FifoQueue
 from narwhal_trio.engines.dialect import dialect_for
 from narwhal_trio.engines.handoff import rendezvous
@@ -133,6 +134,8 @@ class RouterCore:
         self.retained_high_water = 0
         self.inflight = 0
         self.draining = False
+        self.drain_begun = trio.Event()
+        self.events = Broadcast()
         self.idle = trio.Event()
         self.idle.set()
 
@@ -141,6 +144,8 @@ class RouterCore:
     def opened(self, run: RequestRun) -> None:
         self.accounting.offer()
         self.running[run.rid] = run
+        if self.events:
+            self.events.publish("request_arrived", rid=run.rid, endpoint=run.endpoint.value, client=run.record.client)
         if self.idle.is_set():
             self.idle = trio.Event()
 
@@ -212,6 +217,8 @@ class RouterCore:
     def begin_drain(self) -> None:
         """Refuse new work from now on, and requests that still wait for a seat. Running legs go on."""
         self.draining = True
+        self.drain_begun.set()
+        self.events.publish("draining", running=len(self.running))
         self.admission.pump()
         self._fleet_changed()
 

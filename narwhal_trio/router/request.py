@@ -404,6 +404,8 @@ class RequestRun:
     def mark(self, milestone: str) -> None:
         """Note an instant of the timeline; a later attempt overwrites an earlier one."""
         self.record.mark(milestone, trio.current_time())
+        if self.core.events:
+            self.core.events.publish("request_milestone", rid=self.rid, milestone=milestone, phase=self.phase.value)
 
     def _settle(self) -> None:
         """The one place where a request is booked: counters, journal row, its place among the running. Synchronous."""
@@ -419,6 +421,16 @@ class RequestRun:
         if record.terminal is Terminal.COMPLETED and record.attempts == 1:
             core.retry_budget.deposit()
         core.journal.record(record)
+        if core.events:
+            core.events.publish(
+                "request_ended",
+                rid=self.rid,
+                terminal=record.terminal.value if record.terminal else None,
+                condition=self.outcome.condition.value,
+                status=record.status,
+                duration_s=record.duration_s,
+                output_len=record.output_len,
+            )
 
 
 def measure(record: Record, ledgers: list[TokenLedger], *, accounting: Accounting) -> None:
