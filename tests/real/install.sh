@@ -37,7 +37,7 @@ done
 echo "engine environment: installing $want into $venv (a few minutes, 3.4 GB)"
 rm -rf "$venv"
 "$python" -m venv "$venv"
-pip=("$venv/bin/python" -m pip --quiet --disable-pip-version-check)
+pip=("$venv/bin/python" -m pip -qq --disable-pip-version-check)
 wheels=$(mktemp -d)
 trap 'rm -rf "$wheels"' EXIT
 

@@ -1,0 +1,1 @@
+"""End-to-end tests against two real vLLM engines; see README.md in this folder."""
