@@ -104,7 +104,10 @@ class TlsStream(Stream):
                 except ssl.SSLError as exc:
                     self._answer()  # the alert that tells the peer why
                     raise _broken("TLS handshake failed", exc) from exc
-                await self._push()
+                if finished and self._tls.server_side and self._tls.version() == "TLSv1.3":
+                    self._answer()  # only session tickets are left: a client that doesn't read them must not hold us up
+                else:
+                    await self._push()
                 if finished:
                     self._ready = True
                 else:
@@ -228,13 +231,7 @@ class TlsStream(Stream):
         self._sending = True
         try:
             await self.do_handshake()
-            if not self._eof_sent:
-                try:
-                    self._tls.unwrap()
-                except ssl.SSLError:
-                    pass  # it also asks for the peer's end, for which we don't wait here
-                self._eof_sent = True
-                self._encrypted = False
+            self._write_end()
             await self._push()
             await self.transport.send_eof()
         finally:
@@ -244,6 +241,29 @@ class TlsStream(Stream):
         """Cut the connection without TLS's own end, so that an unfinished answer can't look finished to the peer."""
         self._closed = True
         self.transport.close_now()
+
+    async def aclose(self) -> None:
+        """Close, with TLS's own end if that can be sent without waiting."""
+        if not self._closed and self._ready and not (self._sending or self._receiving):
+            try:
+                self._write_end()
+                self._push_nowait()
+                while True:  # what stays unread would make the kernel reset the connection and lose what we have sent
+                    if not self.transport.receive_nowait(MAX_RECEIVE):
+                        break
+            except (trio.WouldBlock, trio.BrokenResourceError, trio.ClosedResourceError):
+                pass
+        self.close_now()
+        await trio.lowlevel.checkpoint()
+
+    def _write_end(self) -> None:
+        if not self._eof_sent:
+            try:
+                self._tls.unwrap()
+            except ssl.SSLError:
+                pass  # it also asks for the peer's end, for which we don't wait here
+            self._eof_sent = True
+            self._encrypted = False
 
     def _encrypt(self, piece: memoryview) -> None:
         try:
