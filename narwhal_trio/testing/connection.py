@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Endpoint", "Event", "Link", "LogEntry", "SimConnection", "SimStream"]
 
 DEFAULT_CAPACITY = 65536
+_FAIRNESS = 64
 
 
 class Endpoint(NamedTuple):
@@ -55,6 +56,7 @@ class Link:
 
     connect_s: time a successful or refused connect takes. refuse, hang_connect: what a connect comes to.
     to_server_reset_at, to_client_reset_at: the connection is reset once so many bytes went that way.
+    strict: every send and receive is a checkpoint, as trio's own streams promise; otherwise streams keep the weaker promise of `Stream`.
     client_ip: what the listening side sees as its peer. For the rest see `Pipe`; capacity and latency are per direction.
     """
 
@@ -62,6 +64,7 @@ class Link:
     latency_s: float = 0.0
     connect_s: float = 0.0
     chop: bool = False
+    strict: bool = False
     refuse: bool = False
     hang_connect: bool = False
     to_server_reset_at: int | None = None
@@ -85,8 +88,8 @@ class SimConnection:
 
         self.to_server = pipe()
         self.to_client = pipe()
-        self.client = SimStream(self, self.to_client, self.to_server, link.to_server_reset_at, is_client=True)
-        self.server = SimStream(self, self.to_server, self.to_client, link.to_client_reset_at, is_client=False)
+        self.client = SimStream(self, self.to_client, self.to_server, link, link.to_server_reset_at, is_client=True)
+        self.server = SimStream(self, self.to_server, self.to_client, link, link.to_client_reset_at, is_client=False)
         self.client.peer_ip = endpoint.host
         self.server.peer_ip = link.client_ip
 
@@ -134,14 +137,21 @@ class SimConnection:
 
 
 class SimStream(Stream):
-    """One end of a `SimConnection`. Passes `trio.testing.check_half_closeable_stream`.
+    """One end of a `SimConnection`. Over a strict link it passes `trio.testing.check_half_closeable_stream`.
 
     As on TCP: closing with unread bytes resets the peer; the first write to a peer that has closed is swallowed and answered by a reset
     one round trip later; bytes written before a close still arrive.
     """
 
     def __init__(
-        self, connection: SimConnection, incoming: Pipe, outgoing: Pipe, reset_at: int | None, *, is_client: bool
+        self,
+        connection: SimConnection,
+        incoming: Pipe,
+        outgoing: Pipe,
+        link: Link,
+        reset_at: int | None,
+        *,
+        is_client: bool,
     ) -> None:
         self.connection = connection
         self.closed = False
@@ -150,6 +160,8 @@ class SimStream(Stream):
         self._out = outgoing
         self._reset_at = reset_at
         self._is_client = is_client
+        self._link = link
+        self._streak = 0
         self._eof_sent = False
         self._end_seen = False
         self._sending = _OneTask("another task is sending on this stream")
@@ -162,7 +174,7 @@ class SimStream(Stream):
         size = receive_size(max_bytes)
         with self._receiving:
             # The only yield comes before bytes are taken: a cancelled receive has taken none.
-            await trio.lowlevel.checkpoint()
+            await self._yield_if_due()
             while True:
                 data = self._take(size)
                 if data is not None:
@@ -193,7 +205,7 @@ class SimStream(Stream):
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         with self._sending:
-            await trio.lowlevel.checkpoint()
+            await self._yield_if_due()
             self._check_can_send()
             view = memoryview(data)
             while view:
@@ -232,7 +244,7 @@ class SimStream(Stream):
     def _check_can_send(self) -> None:
         if self.closed or self._eof_sent:
             raise trio.ClosedResourceError("this stream was already closed for sending")
-        if trio.current_time() >= self._in.reset_at:
+        if self._in.reset_at < math.inf and trio.current_time() >= self._in.reset_at:
             self._note_end()
             raise trio.BrokenResourceError("connection reset by peer")
 
@@ -273,6 +285,16 @@ class SimStream(Stream):
         incoming.readable.unpark_all()
         out.writable.unpark_all()
         self.connection.note_closed(by_client=self._is_client)
+
+    async def _yield_if_due(self) -> None:
+        """As `SocketStream` does: a call that needn't wait yields only now and then. A strict or chopping link yields more often."""
+        self._streak += 1
+        link = self._link
+        if link.strict or self._streak >= _FAIRNESS or (link.chop and self._out.flip()):
+            self._streak = 0
+            await trio.lowlevel.checkpoint()
+        else:
+            await trio.lowlevel.checkpoint_if_cancelled()
 
     def _note_end(self) -> None:
         if not self._end_seen:

@@ -61,6 +61,10 @@ class Pipe:
 
     # ---- the writer's end
 
+    def flip(self) -> bool:
+        """A random choice for whoever wants one; False without a random source."""
+        return self._chop is not None and self._chop.random() < 0.5
+
     @property
     def room(self) -> int:
         """Bytes that the writer may put now."""
@@ -74,7 +78,7 @@ class Pipe:
     def put(self, data: memoryview) -> int:
         """Take what fits of `data` and return its length. The caller has checked that the pipe is neither ended nor reset."""
         count = min(len(data), self.room)
-        if self._chop is not None and count > 1 and self._chop.random() < 0.5:
+        if self._chop is not None and count > 1 and self.flip():
             count = self._chop.randint(1, count)
         if count == 0:
             return 0
@@ -99,7 +103,8 @@ class Pipe:
             self.readable.unpark_all()
 
     def _arrival(self) -> float:
-        self._last_arrival = max(self._last_arrival, trio.current_time() + self.latency_s)
+        if self.latency_s:
+            self._last_arrival = max(self._last_arrival, trio.current_time() + self.latency_s)
         return self._last_arrival
 
     # ---- the reader's end
@@ -111,7 +116,9 @@ class Pipe:
         """
         if self.stalled:
             return None
-        now = trio.current_time()
+        # Without latency and resets everything has arrived already, and asking for the time would cost more than the rest.
+        timed = self._last_arrival > -math.inf or self._reset_at < math.inf
+        now = trio.current_time() if timed else -math.inf
         broken = now >= self._reset_at
         if broken and self._reset_discards:
             self.drop()
@@ -124,7 +131,7 @@ class Pipe:
         return None
 
     def _read(self, now: float, max_bytes: int) -> bytes:
-        if self._chop is not None and max_bytes > 1 and self._chop.random() < 0.5:
+        if self._chop is not None and max_bytes > 1 and self.flip():
             max_bytes = self._chop.randint(1, min(max_bytes, self._held))
         segments = self._segments
         parts: list[bytes] = []

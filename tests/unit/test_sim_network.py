@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import attrs
 import pytest
 import trio
 import trio.testing
@@ -25,11 +26,13 @@ LINKS = {
 
 @pytest.mark.parametrize("name", ["plain", "chopped", "slow", "small"])
 def test_keeps_the_contract_of_half_closeable_streams(name: str) -> None:
+    link = attrs.evolve(LINKS[name], strict=True)
+
     async def maker() -> tuple[SimStream, SimStream]:
-        return memory_pair(LINKS[name])
+        return memory_pair(link)
 
     async def clogged() -> tuple[SimStream, SimStream]:
-        client, server = memory_pair(LINKS[name])
+        client, server = memory_pair(link)
         for stream in (client, server):
             while stream.send_nowait(b"x" * 65536):
                 pass
@@ -189,6 +192,38 @@ async def test_a_stall_holds_bytes_and_ends_back_and_fills_the_pipe(autojump_clo
     client.connection.resume()
     assert await server.receive_some() == b"x" * 8
     assert await server.receive_some() == b""
+
+
+async def test_an_easy_call_lets_others_run_at_least_every_64th_time() -> None:
+    client, server = memory_pair()
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await trio.lowlevel.checkpoint()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(other)
+        for _ in range(640):
+            await client.send_all(b"x")
+            await server.receive_some()
+        nursery.cancel_scope.cancel()
+    assert turns >= 10
+
+
+async def test_an_easy_call_in_a_cancelled_scope_moves_nothing() -> None:
+    client, server = memory_pair()
+    await client.send_all(b"abc")
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await server.receive_some()
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await client.send_all(b"def")
+    assert await server.receive_some() == b"abc"
+    assert client.connection.to_server.accepted == 3
 
 
 async def test_a_cancelled_receive_loses_nothing(autojump_clock: trio.testing.MockClock) -> None:
