@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from narwhal_trio.protocol.events import BadFrame, is_null, string_body
+from narwhal_trio.protocol.events import BadFrame
 from narwhal_trio.protocol.fold import StreamFold
 from narwhal_trio.protocol.logprobs import Logprobs
 from narwhal_trio.protocol.splice import HIDDEN
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["AssemblyFold"]
 
 _STRINGS: Final = ("content", "reasoning", "reasoning_content", "refusal")
+_NULL: Final = b"null"
 _FRAMING: Final = len(b"data: \n\n")
 
 
@@ -165,12 +166,16 @@ class AssemblyFold(StreamFold):
         return count
 
     def _fold(self, frame: Frame, ids: list[int]) -> None:
+        meta = self._meta
         for name, value in frame.top.items():
-            if name in ("choices", "object") or is_null(value) or not self._may_show(name):
+            text = bytes(value)
+            if text == _NULL or meta.get(name) == text or name in ("choices", "object"):
                 continue
-            if name == "usage" and not bytes(value).startswith(b"{"):
+            if name in HIDDEN and not self.rules.expose_token_ids:
+                continue
+            if name == "usage" and not text.startswith(b"{"):
                 raise BadFrame("non-streaming usage must be an object", transient=False)
-            self._keep(self._meta, name, value)
+            self._keep(meta, name, text)
         if frame.choice is not None:
             self._fold_choice(frame.choice, frame.delta)
             if ids and self.rules.expose_token_ids:
@@ -179,37 +184,38 @@ class AssemblyFold(StreamFold):
     def _fold_choice(self, choice: Mapping[str, Raw], delta: Mapping[str, Raw]) -> None:
         chat = self.rules.endpoint is Endpoint.CHAT
         for name, value in choice.items():
-            if is_null(value) or name in ("index", "token_ids"):
+            text = bytes(value)
+            if text == _NULL or name in ("index", "token_ids"):
                 continue
             if name == "delta" and chat:
                 self._fold_delta(delta)
             elif name == "text" and not chat:
-                self._append("text", value, "completion text")
+                self._append("text", text, "completion text")
             elif name == "logprobs":
                 self._logprobs.add(value)
             elif name == "finish_reason":
-                reason = string_body(value)
-                if reason is None:
+                if not text.startswith(b'"'):
                     raise BadFrame("non-streaming finish_reason must be a string", transient=False)
-                if reason:  # "" means not finished
+                if len(text) > 2:  # "" means not finished
                     self.finish_reason = msgspec.json.decode(value, type=str)
-                    self._keep(self._kept, name, value)
+                    self._keep(self._kept, name, text)
             elif name == "prompt_token_ids":
                 if self.rules.expose_token_ids:
-                    self._keep(self._kept, name, value)
+                    self._keep(self._kept, name, text)
             elif name == "stop_reason" or (name == "matched_stop" and self.rules.matched_stop):
-                self._keep(self._kept, name, value)
+                self._keep(self._kept, name, text)
             else:
                 raise BadFrame(f"unsupported field in non-streaming choice: {name}", transient=False)
 
     def _fold_delta(self, delta: Mapping[str, Raw]) -> None:
         for name, value in delta.items():
-            if is_null(value):
+            text = bytes(value)
+            if text == _NULL:
                 continue
             if name in _STRINGS:
-                self._append(name, value, name)
+                self._append(name, text, name)
             elif name == "role":
-                if string_body(value) != b"assistant":
+                if text != b'"assistant"':
                     raise BadFrame("non-streaming chat requires an assistant role", transient=False)
             elif name == "tool_calls":
                 self._calls.add(value)
@@ -218,24 +224,21 @@ class AssemblyFold(StreamFold):
             else:
                 raise BadFrame(f"unsupported field in non-streaming chat delta: {name}", transient=False)
 
-    def _append(self, name: str, value: Raw, what: str) -> None:
-        body = string_body(value)
-        if body is None:
+    def _append(self, name: str, value: bytes, what: str) -> None:
+        """Join a JSON string: the pieces between quotes join as they are."""
+        if not value.startswith(b'"'):
             raise BadFrame(f"non-streaming {what} must be a string", transient=False)
         pieces = self._texts.setdefault(name, [])
-        if body:
-            pieces.append(body)
+        if len(value) > 2:
+            pieces.append(value[1:-1])
 
-    def _keep(self, where: dict[str, bytes], name: str, value: Raw) -> None:
+    def _keep(self, where: dict[str, bytes], name: str, value: bytes) -> None:
         """The last non-null value stands."""
-        new, old = bytes(value), where.get(name)
-        if old != new:
-            where[name] = new
+        old = where.get(name)
+        if old != value:
+            where[name] = value
             if old is not None:
                 self._templates.clear()  # they stand for events that said otherwise
-
-    def _may_show(self, name: str) -> bool:
-        return name not in HIDDEN or self.rules.expose_token_ids
 
 
 def _key(name: str) -> bytes:

@@ -92,31 +92,32 @@ class BadFrame(Exception):  # noqa: N818 - a verdict about engine bytes, raised 
 
 
 _members = msgspec.json.Decoder(dict[str, Raw]).decode
-_items = msgspec.json.Decoder(list[Raw]).decode
+_choices = msgspec.json.Decoder(list[dict[str, Raw]]).decode
+_delta = msgspec.json.Decoder(dict[str, Raw] | None).decode
 _BARE: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"|-?Infinity|NaN', re.DOTALL)
 
 
 def finite(data: bytes) -> bytes:
-    """JSON text with bare NaN, Infinity and -Infinity replaced by null; the same object where there is none.
+    """JSON text with bare NaN, Infinity and -Infinity replaced by null; the same object where there are none.
 
     Engines print such log probabilities though no JSON parser of a client takes them; one of them shall not cost a whole answer.
     """
     if b"NaN" not in data and b"Infinity" not in data:
         return data
-    return _BARE.sub(lambda match: match[0] if match[0].startswith(b'"') else b"null", data)
+    text = _BARE.sub(lambda match: match[0] if match[0].startswith(b'"') else b"null", data)
+    return data if text == data else text
 
 
 def truthy(value: Raw | None) -> bool:
     """Whether a JSON value carries anything: false for absent, null, false, 0, and empty strings, arrays and objects."""
     if value is None:
         return False
-    text = bytes(value).strip()
-    first = text[:1]
-    if first == b'"':
+    text = bytes(value)
+    if text.startswith(b'"'):
         return len(text) > 2
-    if first in (b"[", b"{"):
+    if text.startswith((b"[", b"{")):
         return bool(text[1:-1].strip())
-    return first == b"t" or (first not in (b"f", b"n") and float(text) != 0)
+    return text == b"true" or (text not in (b"false", b"null") and float(text) != 0)
 
 
 def is_null(value: Raw | None) -> bool:
@@ -130,8 +131,7 @@ def string_body(value: Raw | None) -> bytes | None:
     return text[1:-1] if text.startswith(b'"') else None
 
 
-@attrs.frozen
-class Frame:
+class Frame(msgspec.Struct, frozen=True, gc=False):
     """An event taken apart without decoding what the router has no business with.
 
     data: the JSON text, finite. top: members of the event. choice: members of its only choice, None where it has none. delta: those of
@@ -139,9 +139,9 @@ class Frame:
     """
 
     data: bytes
-    top: Mapping[str, Raw]
-    choice: Mapping[str, Raw] | None
-    delta: Mapping[str, Raw]
+    top: dict[str, Raw]
+    choice: dict[str, Raw] | None
+    delta: dict[str, Raw]
 
     @classmethod
     def parse(cls, data: bytes) -> Frame:
@@ -149,26 +149,26 @@ class Frame:
         return cls.of(*members_of(data))
 
     @classmethod
-    def of(cls, data: bytes, top: Mapping[str, Raw]) -> Frame:
+    def of(cls, data: bytes, top: dict[str, Raw]) -> Frame:
         """Take apart the choice of an event whose members are known. Raises `BadFrame`."""
         choices = top.get("choices")
         if choices is None or is_null(choices):
             return cls(data, top, None, {})
         try:
-            listed = _items(choices)
-            choice = _members(listed[0]) if listed else None
-        except msgspec.DecodeError:
+            listed = _choices(choices)
+        except (msgspec.DecodeError, RecursionError):
             raise BadFrame("choices must be an array of objects") from None
-        if len(listed) > 1:
-            raise BadFrame("an engine event must hold one choice")
-        if choice is None:
+        if len(listed) != 1:
+            if listed:
+                raise BadFrame("an engine event must hold one choice")
             return cls(data, top, None, {})
+        choice = listed[0]
         if "index" in choice and bytes(choice["index"]) not in (b"0", b"-0"):
             raise BadFrame("the choice of an engine event must have index zero")
         delta = choice.get("delta")
         try:
-            return cls(data, top, choice, {} if delta is None or is_null(delta) else _members(delta))
-        except msgspec.DecodeError:
+            return cls(data, top, choice, {} if delta is None else _delta(delta) or {})
+        except (msgspec.DecodeError, RecursionError):
             raise BadFrame("a chat delta must be an object") from None
 
     @property
@@ -176,19 +176,15 @@ class Frame:
         """Whether the event carries text, reasoning, a refusal or a call."""
         if self.choice is None:
             return False
-        return truthy(self.choice.get("text")) or any(
-            name in OUTPUT_FIELDS and truthy(value) for name, value in self.delta.items()
-        )
+        if truthy(self.choice.get("text")):
+            return True
+        return any(name in OUTPUT_FIELDS and truthy(value) for name, value in self.delta.items())
 
     @property
     def finish_reason(self) -> str | None:
         """The finish reason where it is a non-empty string."""
         value = None if self.choice is None else self.choice.get("finish_reason")
-        return (
-            msgspec.json.decode(value, type=str)
-            if value is not None and truthy(value) and bytes(value)[:1] == b'"'
-            else None
-        )
+        return msgspec.json.decode(value, type=str) if value is not None and string_body(value) else None
 
     @property
     def usage_only(self) -> bool:
@@ -199,19 +195,20 @@ class Frame:
 def members_of(data: bytes) -> tuple[bytes, dict[str, Raw]]:
     """An event's JSON text, made finite, and its members. Raises `BadFrame` unless it is one JSON object in UTF-8."""
     try:
-        data.decode()
+        if not data.isascii():
+            data.decode()
+        return data, _members(data)
     except UnicodeDecodeError:
         raise BadFrame("an engine event is not valid UTF-8") from None
-    for text in (data, finite(data)):
-        try:
-            return text, _members(text)
-        except msgspec.ValidationError:
-            raise BadFrame("SSE data must be an object") from None
-        except msgspec.DecodeError:
-            continue
-        except RecursionError:
-            raise BadFrame("an engine event is nested too deeply") from None
-    raise BadFrame("an engine event is not valid JSON")
+    except msgspec.ValidationError:
+        raise BadFrame("SSE data must be an object") from None
+    except RecursionError:
+        raise BadFrame("an engine event is nested too deeply") from None
+    except msgspec.DecodeError:
+        text = finite(data)
+        if text is data:
+            raise BadFrame("an engine event is not valid JSON") from None
+        return members_of(text)
 
 
 def reported_error(data: bytes, top: Mapping[str, Raw], named: bool, output_started: bool) -> StreamFault | None:
@@ -256,5 +253,5 @@ def _lenient(value: Raw | None) -> Any:
     """Decode a value of an error event; an absent one, and one that msgspec will not hold (numbers out of range), counts as null."""
     try:
         return None if value is None else msgspec.json.decode(value)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None

@@ -32,8 +32,8 @@ __all__ = ["StreamFold"]
 
 _TEMPLATES: Final = 3
 """Shapes that a stream may mix: text, ids whose text is held back, reasoning."""
-_LESSONS: Final = 8
-"""Templates that one stream may try: streams whose every event differs must not pay for it again and again."""
+_LESSONS: Final = 24
+"""Events that one stream may try to learn from: streams whose every event differs must not pay for it again and again."""
 
 
 class StreamFold:
@@ -116,9 +116,9 @@ class StreamFold:
     def _learn(self, frame: Frame, ids: list[int]) -> None:
         """Learn the shape of the events to come from one that was understood and that no template fitted."""
         if self._lessons > 0 and bool(ids) == self.rules.token_ids:
+            self._lessons -= 1
             template = learn(frame, ids)
             if template is not None:
-                self._lessons -= 1
                 self._templates = [template, *self._templates[: _TEMPLATES - 1]]
 
     def _check_size(self) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from msgspec import Raw
 
-from narwhal_trio.protocol.events import BadFrame, is_null
+from narwhal_trio.protocol.events import BadFrame
 from narwhal_trio.types import Endpoint
 
 if TYPE_CHECKING:
@@ -36,15 +36,15 @@ class Logprobs:
         """Take the `logprobs` of one event. Raises `BadFrame`."""
         try:
             members = _members(value)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             raise BadFrame("non-streaming logprobs must be an object", transient=False) from None
         for name, entries in members.items():
-            if is_null(entries):
+            text = bytes(entries)
+            if text == b"null":
                 self._arrays.setdefault(name, None)
                 continue
             if name not in self._known:
                 raise BadFrame(f"unsupported field in non-streaming logprobs: {name}", transient=False)
-            text = bytes(entries).strip()
             if not text.startswith(b"["):
                 raise BadFrame("non-streaming logprobs fields must be arrays", transient=False)
             inside = text[1:-1].strip()

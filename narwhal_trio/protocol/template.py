@@ -88,7 +88,7 @@ def learn(frame: Frame, ids: list[int]) -> Template | None:
     `ids` are its validated token ids, empty where the dialect supplies none.
     """
     choice, data = frame.choice, frame.data
-    if choice is None or not all(is_null(member) for member in (frame.top.get("usage"), choice.get("logprobs"))):
+    if choice is None or not (is_null(frame.top.get("usage")) and is_null(choice.get("logprobs"))):
         return None
     if truthy(choice.get("finish_reason")) or not is_null(choice.get("prompt_token_ids")):
         return None
@@ -98,8 +98,8 @@ def learn(frame: Frame, ids: list[int]) -> Template | None:
     field, head, rest = "", b"", data
     for field, value in carried.items():
         key = b'"%b":' % field.encode()
-        start = data.find(key + value)
-        if start < 0 or not value.startswith(b'"'):
+        start = data.find(key + value) if value.startswith(b'"') else -1
+        if start < 0:
             return None
         start += len(key) + 1
         head, rest = data[:start], data[start + len(value) - 2 :]
@@ -115,8 +115,11 @@ def learn(frame: Frame, ids: list[int]) -> Template | None:
 
 def _carried(frame: Frame, choice: Mapping[str, Raw]) -> dict[str, bytes]:
     """The members of the event that carry output."""
-    members = {"text": choice.get("text"), **{name: frame.delta.get(name) for name in OUTPUT_FIELDS}}
-    return {name: bytes(value) for name, value in members.items() if value is not None and truthy(value)}
+    carried = {name: bytes(value) for name, value in frame.delta.items() if name in OUTPUT_FIELDS and truthy(value)}
+    text = choice.get("text")
+    if text is not None and truthy(text):
+        carried["text"] = bytes(text)
+    return carried
 
 
 def _proven(field: str, head: bytes, mid: bytes, tail: bytes) -> Template | None:

@@ -49,7 +49,7 @@ class ToolCalls:
         """Take the `tool_calls` of one delta. Raises `BadFrame`."""
         try:
             items = _items(value)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             raise _malformed("non-streaming tool_calls must be an array") from None
         for item in items:
             members = _object(item, "non-streaming tool call must be an object")
@@ -94,7 +94,7 @@ class ToolCalls:
         else:
             try:
                 number = _index(index)
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, RecursionError):
                 number = -1
             if number < 0:
                 raise _malformed("non-streaming tool call requires a nonnegative index")
@@ -150,7 +150,7 @@ def _malformed(detail: str) -> BadFrame:
 def _object(value: Raw, detail: str) -> dict[str, Raw]:
     try:
         return _members(value)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         raise _malformed(detail) from None
 
 

@@ -544,3 +544,14 @@ def test_the_quick_way_sees_other_members_behind_equal_ones() -> None:
     twist = b'{"id":"c","choices":[{"index":0,"text":"a","x":"","token_ids":[1]}],"y":[{"token_ids":[2]}]}'
     shown = run(fold, head, frame(twist), DONE)
     assert shown == bare("a") * 5 + frame(twist.replace(b',"token_ids":[1]', b"")) + DONE
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [b'{"error":X}', b'{"object":"error","x":X}', b'{"choices":X}', b'{"choices":[{"delta":{"x":X},"token_ids":[1]}]}'],
+)
+def test_nesting_near_the_interpreters_limit_never_raises(shape: bytes) -> None:
+    for depth in [*range(900, 1010, 3), 100_000]:
+        fold = RelayFold(rules(Endpoint.CHAT))
+        fold.feed(frame(shape.replace(b"X", b"[" * depth + b"]" * depth)) * 3 + DONE, 1.0)
+        assert fold.fault is not None or fold.done

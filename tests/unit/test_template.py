@@ -1,0 +1,108 @@
+"""The shape of a stream's events, learned from one of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from narwhal_trio.protocol.events import Frame
+from narwhal_trio.protocol.sse import SseEvent
+from narwhal_trio.protocol.template import Template, learn
+
+COMPLETION = b'{"id":"c","choices":[{"index":0,"text":"one","prompt_token_ids":null,"token_ids":[7],"finish_reason":null}],"usage":null}'
+CHAT = b'{"id":"c","choices":[{"index":0,"delta":{"reasoning":"one"},"logprobs":null,"token_ids":[7]}]}'
+HELD_BACK = b'{"id":"c","choices":[{"index":0,"delta":{},"logprobs":null,"token_ids":[7]}]}'
+
+
+def learned(data: bytes, ids: list[int] | None = None) -> Template:
+    template = learn(Frame.parse(data), [7] if ids is None else ids)
+    assert template is not None
+    return template
+
+
+def matched(template: Template, data: bytes) -> tuple[int, bytes, bytes] | None:
+    return template.match(SseEvent(data))
+
+
+@pytest.mark.parametrize("data", [COMPLETION, CHAT])
+@pytest.mark.parametrize("text", [b"", b"two", b'\\"token_ids\\":[1]', b"\\u00e9\xc3\xa9\\n", b"one"])
+@pytest.mark.parametrize(("ids", "count"), [(b"0", 1), (b"7", 1), (b"7,8", 2), (b" 7 , 8 ", 2), (b"12345", 1)])
+def test_other_text_and_ids_fit(data: bytes, text: bytes, ids: bytes, count: int) -> None:
+    template = learned(data)
+    event = data.replace(b"one", text).replace(b"[7]", b"[" + ids + b"]")
+    assert matched(template, event) == (count, text, ids)
+    before, after = template.shown
+    shown = json.loads((before + text + after).removeprefix(b"data: "))
+    expected = json.loads(event)
+    for name in ("token_ids", "prompt_token_ids"):
+        expected["choices"][0].pop(name, None)
+    assert shown == expected
+
+
+def test_ids_whose_text_is_held_back_fit_alone() -> None:
+    template = learned(HELD_BACK)
+    assert template.field == ""
+    assert matched(template, HELD_BACK.replace(b"[7]", b"[8,9]")) == (2, b"", b"8,9")
+    assert matched(template, CHAT) is None
+
+
+def test_a_dialect_without_ids_counts_texts() -> None:
+    data = b'{"choices":[{"text":"one"}]}'
+    template = learned(data, [])
+    assert matched(template, data.replace(b"one", b"two")) == (1, b"two", b"")
+    assert matched(template, data.replace(b"one", b"")) == (0, b"", b"")
+    assert matched(template, b'{"choices":[{"text":"}]}') is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        (b'"id":"c"', b'"id":"d"'),
+        (b"[7]", b"[]"),
+        (b"[7]", b"[-7]"),
+        (b"[7]", b"[07]"),
+        (b"[7]", b"[true]"),
+        (b"[7]", b"null"),
+        (b"[7]", b"[7"),
+        (b'"one"', b"1"),
+        (b'"one"', b'"o\x00"'),
+        (b'"one"', b'"o\\"'),
+        (b'"one"', b'"o"ne"'),
+        (b'"one"', b'"\xff"'),
+        (b'"one"', b'"\\ud800"'),
+        (b'"one"', b'"one","text":"two"'),
+        (b"}]", b',"x":1}]'),
+        (b"}]", b"}]]"),
+    ],
+)
+def test_anything_else_does_not(change: tuple[bytes, bytes]) -> None:
+    assert change[0] in CHAT
+    assert matched(learned(CHAT), CHAT.replace(*change)) is None
+
+
+def test_an_event_named_error_fits_nothing() -> None:
+    assert learned(CHAT).match(SseEvent(CHAT, b"event: error\ndata: " + CHAT + b"\n\n", b"error")) is None
+
+
+@pytest.mark.parametrize(
+    ("data", "ids"),
+    [
+        (b'{"choices":[]}', []),
+        (b'{"choices":[{"delta":{}}]}', []),
+        (b'{"choices":[{"text":"a","finish_reason":"stop","token_ids":[7]}]}', [7]),
+        (b'{"choices":[{"text":"a","logprobs":{},"token_ids":[7]}]}', [7]),
+        (b'{"choices":[{"text":"a","token_ids":[7]}],"usage":{}}', [7]),
+        (b'{"choices":[{"text":"a","prompt_token_ids":[1],"token_ids":[7]}]}', [7]),
+        (b'{"choices":[{"delta":{"content":"a","reasoning":"b"},"token_ids":[7]}]}', [7]),
+        (b'{"choices":[{"delta":{"tool_calls":[{}]},"token_ids":[7]}]}', [7]),
+        (b'{"choices":[{"delta":{"content":1},"token_ids":[7]}]}', [7]),
+        (b'{"choices":[{"token_ids":[7],"text":"a"}]}', [7]),  # ids first: the usual order is the other one
+        (b'{"choices":[{"text" : "a","token_ids":[7]}]}', [7]),
+        (b'{"choices":[{"text":"a","token\\u005fids":[7],"x":{"token_ids":[7]}}]}', [7]),
+        (b'{"x":{"text":"a"},"choices":[{"te\\u0078t":"a","token_ids":[7]}]}', [7]),
+        (b'{"choices":[{"text":"a","token_ids":[7]}],"x":[{"token_ids":[7]}]}', [7]),
+    ],
+)
+def test_nothing_is_learned_from_events_that_carry_more_or_hide_the_places(data: bytes, ids: list[int]) -> None:
+    assert learn(Frame.parse(data), ids) is None
