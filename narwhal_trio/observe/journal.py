@@ -238,12 +238,10 @@ class Journal:
                 self._arrival = trio.Event()
                 with trio.move_on_at(self._sync_at):
                     await self._arrival.wait()
-            written = True
             if self._rows_queued:
                 await trio.sleep(LINGER_S)
-                written = await self._write_queued()
-            # After a failed write there is nothing new to sync, and a sync that succeeds would end the pauses between retries.
-            if written and trio.current_time() >= self._sync_at and await self._attempt(self._file.sync):
+                await self._write_queued()
+            if trio.current_time() >= self._sync_at and await self._attempt(self._file.sync):
                 self._sync_at = math.inf
             if self._failures_in_row:
                 shortest, longest = RETRY_S
@@ -253,17 +251,14 @@ class Journal:
     def _rows_queued(self) -> int:
         return len(self._queue) + (self._batch.left if self._batch is not None else 0)
 
-    async def _write_queued(self) -> bool:
-        """Write one batch; True if all went well.
-
-        It stays in `_batch` until all of it is written, so that neither failure nor cancellation loses or doubles a row.
-        """
+    async def _write_queued(self) -> None:
+        """One batch. It stays in `_batch` until all of it is written, so that neither failure nor cancellation loses or doubles a row."""
         assert self._file is not None
         if self._batch is None:
             self._batch, self._counted = Batch(list(self._queue)), 0
             self._queue.clear()
         try:
-            return await self._attempt(self._file.append, self._batch)
+            await self._attempt(self._file.append, self._batch)
         finally:
             self._count_written()
 
@@ -272,6 +267,7 @@ class Journal:
         if batch is None:
             return
         done = batch.done  # read once: an abandoned thread may still be at it
+        # Only what was written needs a sync; one after a failed write would succeed and end the pauses between retries.
         if done > self._counted and self._sync_at == math.inf and self._fsync_s:
             self._sync_at = trio.current_time() + self._fsync_s
         self._rows_written += done - self._counted
@@ -329,8 +325,8 @@ class Journal:
     async def _drain(self) -> None:
         assert self._file is not None
         self._failures_in_row = 0
-        # A call that was abandoned may still be writing: what it has written is known once this one gets its turn.
-        await self._attempt(_nothing)
+        # A call that was abandoned may have finished meanwhile, or still be writing. In the second case the next call waits for it
+        # at the limiter and then finds in the batch what is left to do.
         self._count_written()
         while self._rows_queued and self._failures_in_row < DRAIN_TRIES:
             await self._write_queued()
@@ -338,10 +334,6 @@ class Journal:
                 await trio.sleep(0.1)
         await self._attempt(self._file.sync)
         await self._attempt(self._file.close)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _header(run_id: str, unix_s: float, meta: Mapping[str, Any]) -> bytes:

@@ -67,6 +67,11 @@ class Books(RuleBasedStateMachine):
         self.books.leg_started(run.record, role)
         run.legs.append(role)
 
+    @rule(run=running)
+    def leg_ends(self, run: Running) -> None:
+        if run.legs:
+            self.books.leg_ended(run.record, run.legs.pop(), 0.5)
+
     @rule(run=running, tokens=st.integers(min_value=0, max_value=9))
     def tokens(self, run: Running, tokens: int) -> None:
         self.books.tokens_observed(run.record, tokens)

@@ -232,14 +232,18 @@ async def test_a_file_that_was_moved_away_is_begun_anew(tmp_path: Path, settled:
         path.rename(tmp_path / "moved")
         journal.record(settled())
         await until_written(journal)
+        path.rename(tmp_path / "moved again")
+        path.touch()
+        journal.record(settled())
+        await until_written(journal)
         path.unlink()
         journal.record(settled())
         await until_written(journal)
         nursery.cancel_scope.cancel()
-    assert rids(list(JournalReader(tmp_path / "moved"))) == ["r1"]
-    rows = list(JournalReader(path))
-    assert isinstance(rows[0], MetaRow)
-    assert rids(rows) == ["r3"]
+    for name, rid in (("moved", "r1"), ("moved again", "r2"), ("j", "r4")):
+        rows = list(JournalReader(tmp_path / name))
+        assert isinstance(rows[0], MetaRow)
+        assert rids(rows) == [rid]
 
 
 async def test_a_new_run_appends_behind_a_line_that_was_cut(tmp_path: Path, settled: Settler) -> None:
@@ -483,40 +487,81 @@ async def test_cancelled_at_any_time_no_row_is_lost_or_doubled(
     assert [row["seq"] for row in lines_of(file)] == list(range(1, settled.books.settled + 1))
 
 
-async def test_a_hung_disk_holds_up_nobody_and_no_row_is_doubled(settled: Settler) -> None:
-    """With real threads: the write is abandoned at cancellation, and closing waits for it only so long."""
-    gate, entered = threading.Event(), threading.Event()
+class HungFile(MemoryFile):
+    """Blocks in `append` until the gate opens."""
 
-    class HungFile(MemoryFile):
-        def append(self, batch: Batch) -> None:
-            if batch.left:
-                entered.set()
-                assert gate.wait(30)
-            super().append(batch)
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.entered = threading.Event(), threading.Event()
+        self.inside = self.most_inside = 0
 
+    def append(self, batch: Batch) -> None:
+        self.inside += 1
+        self.most_inside = max(self.most_inside, self.inside)
+        if batch.left:
+            self.entered.set()
+            assert self.gate.wait(30)
+        super().append(batch)
+        self.inside -= 1
+
+    async def until_entered(self) -> None:
+        with trio.fail_after(30):
+            while not self.entered.is_set():
+                await trio.sleep(0.01)
+
+
+@pytest.mark.parametrize("queued_behind", [0, 1])
+@pytest.mark.parametrize("opens", ["before closing", "while closing"])
+async def test_no_row_is_lost_or_doubled_when_a_write_is_abandoned(
+    settled: Settler, queued_behind: int, opens: str
+) -> None:
     file = HungFile()
-    async with Journal.open(Settings(), file=file, drain_s=30) as journal:
+
+    async def open_later() -> None:
+        await trio.sleep(0.1)
+        file.gate.set()
+
+    async with trio.open_nursery() as outer, Journal.open(Settings(), file=file, drain_s=30) as journal:
         async with trio.open_nursery() as nursery:
             await nursery.start(journal.run)
             journal.record(settled())
-            with trio.fail_after(30):
-                while not entered.is_set():
-                    await trio.sleep(0.01)
-            journal.record(settled())
+            await file.until_entered()
+            for _ in range(queued_behind):
+                journal.record(settled())
             nursery.cancel_scope.cancel()
-        gate.set()
-    assert [row["seq"] for row in lines_of(file)] == [1, 2]
-    assert journal.statistics().rows_written == 2
+        if opens == "while closing":
+            outer.start_soon(open_later)
+        else:
+            file.gate.set()
+            with trio.fail_after(30):
+                while not file.lines:
+                    await trio.sleep(0.01)
+    assert [row["seq"] for row in lines_of(file)] == list(range(1, queued_behind + 2))
+    statistics = journal.statistics()
+    assert (statistics.rows_written, statistics.rows_queued, statistics.dropped) == (queued_behind + 1, 0, 0)
+    assert file.most_inside == 1, "an abandoned call and the next one must not touch the file together"
 
-    gate.clear()
-    entered.clear()
+
+async def test_a_hung_disk_holds_up_a_shutdown_only_so_long(settled: Settler) -> None:
+    file = HungFile()
     with capture_logs() as logs:
-        async with Journal.open(Settings(), file=file, drain_s=0.05) as stuck:
-            stuck.record(settled())
-    assert entered.is_set()
-    assert stuck.statistics().dropped == 1
+        async with Journal.open(Settings(), file=file, drain_s=0.05) as journal:
+            journal.record(settled())
+    assert file.entered.is_set()
+    assert journal.statistics().dropped == 1
     assert logs[-1]["why"] == "not written when the journal closed"
-    gate.set()
+    file.gate.set()
+
+
+async def test_closing_writes_everything_although_the_host_was_cancelled(settled: Settler) -> None:
+    file = MemoryFile()
+    with trio.CancelScope() as scope:
+        async with Journal.open(Settings(), file=file) as journal, trio.open_nursery() as nursery:
+            await nursery.start(journal.run)
+            journal.record(settled())
+            scope.cancel()
+    assert scope.cancelled_caught
+    assert [row["seq"] for row in lines_of(file)] == [1]
 
 
 async def test_one_writer_only(settled: Settler) -> None:
