@@ -136,6 +136,19 @@ def test_open_metrics_for_those_who_ask() -> None:
 
 
 @pytest.mark.parametrize(
+    "accept", ["", "*/*", "text/html", "\xe9;=,", "application/json; version=x", "text/plain;version=1.0.0"]
+)
+def test_plain_text_for_everyone_else(accept: str) -> None:
+    assert render(Source(), accept)[0] == b"text/plain; version=0.0.4; charset=utf-8"
+
+
+@pytest.mark.parametrize("parameters", ["", "; version=x", ";version=1.0.0;escaping=allow-utf-8;q=0.5", ";;=,"])
+def test_open_metrics_whatever_the_header_adds(parameters: str) -> None:
+    accept = f"text/plain;q=0.1, Application/OpenMetrics-Text{parameters}"
+    assert render(Source(), accept)[0] == b"application/openmetrics-text; version=1.0.0; charset=utf-8"
+
+
+@pytest.mark.parametrize(
     "sample",
     [
         ("narwhal_invented", (), 1.0),
