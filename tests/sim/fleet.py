@@ -121,7 +121,7 @@ async def fleet(
             EngineConfig(
                 name=item.iid,
                 model=MODEL,
-                role=item.role.value,  # type: ignore[arg-type]
+                role=item.role.value,
                 time=time or TimeModel(),
                 advertise_host=item.iid,
                 advertise_port=5600,
@@ -135,13 +135,15 @@ async def fleet(
     async with trio.open_nursery() as nursery:
         for name, item in engines.items():
             await nursery.start(item.serve, world.network.listen(name, 8000))
-        async with open_router(
-            config, dialer=world.network, environ={}, journal_file=journal, threads=False, seed=world.seed
-        ) as router:
-            async with trio.open_nursery() as serving:
-                await serving.start(router.serve_on, [world.network.listen("router", 8000)])
-                yield Fleet(world, router, engines, journal, running_tasks())
-                serving.cancel_scope.cancel()
+        async with (
+            open_router(
+                config, dialer=world.network, environ={}, journal_file=journal, threads=False, seed=world.seed
+            ) as router,
+            trio.open_nursery() as serving,
+        ):
+            await serving.start(router.serve_on, [world.network.listen("router", 8000)])
+            yield Fleet(world, router, engines, journal, running_tasks())
+            serving.cancel_scope.cancel()
         nursery.cancel_scope.cancel()
 
 

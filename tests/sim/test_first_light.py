@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from narwhal_trio.testing import End, World, run_world
-
 from tests.sim.fleet import CHAT, COMPLETIONS, chat, data_events, fleet
 
 
