@@ -230,9 +230,8 @@ class Journal:
     async def _write_forever(self) -> None:
         if self._file is None or self._closed:
             return
-        await self._attempt(
-            self._file.append, Batch([])
-        )  # creates the file: operators look for it before the first request
+        # Creates the file: operators look for it before the first request.
+        await self._attempt(self._file.append, Batch([]))
         while True:
             if not self._rows_queued:
                 self._arrival = trio.Event()
