@@ -57,8 +57,8 @@ real: $(STAMP)  ## the router in front of real engines on this machine's CPU
 	bash tests/real/run.sh $(ARGS)
 
 .PHONY: bench
-bench: $(STAMP)  ## throughput and cancellation latency
-	bash bench/run.sh $(ARGS)
+bench: $(STAMP)  ## what each hot path costs
+	for bench in bench/bench_*.py; do echo "== $$bench"; $(BIN)/python "$$bench" $(ARGS); done
 
 .PHONY: clean
 clean:  ## remove the environment and caches; journals and real engines stay
