@@ -1,3 +1,5 @@
+"""`python -m narwhal_trio` is the `narwhal-trio` command."""
+
 from __future__ import annotations
 
 import sys

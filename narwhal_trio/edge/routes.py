@@ -106,7 +106,11 @@ class Application:
             return self._delete(name, inbound)
         document = request_document(self.core, RequestId(name))
         if document is None:
-            return 404, _JSON, error_body(_INVALID, f"no request {name[:64]} is running", None, "request_not_found")
+            return (
+                404,
+                _JSON,
+                error_body(_INVALID, f"no request {name[:64]} is running or ended lately", None, "request_not_found"),
+            )
         return _json(200, document)
 
     def _allowed(self, path: str) -> tuple[str, ...] | None:

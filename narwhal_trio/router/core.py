@@ -6,6 +6,7 @@ A `RouterCore` exists only inside `open_router()`; it starts no task and holds n
 from __future__ import annotations
 
 import random
+from collections import deque
 from typing import TYPE_CHECKING, Self
 
 import trio
@@ -33,10 +34,14 @@ if TYPE_CHECKING:
     from narwhal_trio.observe.accounting import Accounting
     from narwhal_trio.observe.journal import Journal, JournalStatistics
     from narwhal_trio.observe.metrics import Sample
+    from narwhal_trio.observe.record import Record
     from narwhal_trio.router.request import RequestRun
     from narwhal_trio.wire.stream import Dialer, Stream
 
 __all__ = ["AdmissionSeat", "RouterCore", "TimedDialer"]
+
+RECENT = 256
+"""Ended requests that `/narwhal/requests` still shows."""
 
 
 class AdmissionSeat:
@@ -130,6 +135,7 @@ class RouterCore:
             else config.engine.first_token_timeout_s
         )
         self.running: dict[RequestId, RequestRun] = {}
+        self.recent: deque[Record] = deque(maxlen=RECENT)
         self.retained = 0
         self.retained_high_water = 0
         self.inflight = 0

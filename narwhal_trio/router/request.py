@@ -421,6 +421,7 @@ class RequestRun:
         if record.terminal is Terminal.COMPLETED and record.attempts == 1:
             core.retry_budget.deposit()
         core.journal.record(record)
+        core.recent.append(record)
         if core.events:
             core.events.publish(
                 "request_ended",

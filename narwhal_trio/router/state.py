@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import msgspec
 import trio
 
 from narwhal_trio.types import Endpoint, Role
@@ -115,14 +116,25 @@ def _brief(run: RequestRun, now: float) -> dict[str, Any]:
 
 
 def requests_document(core: RouterCore) -> dict[str, Any]:
-    """Requests that run now, oldest first."""
+    """Requests that run now, oldest first, and those that ended last, latest first."""
     now = trio.current_time()
-    return {"running": [_brief(run, now) for run in core.running.values()]}
+    recent = [
+        {
+            "id": record.rid,
+            "terminal": record.terminal.value if record.terminal else None,
+            "status": record.status,
+            "duration_s": record.duration_s,
+            "output_len": record.output_len,
+        }
+        for record in reversed(core.recent)
+    ]
+    return {"running": [_brief(run, now) for run in core.running.values()], "recent": recent}
 
 
 def request_document(core: RouterCore, rid: RequestId) -> dict[str, Any] | None:
-    """One running request with its timeline (seconds since arrival); None if it is not running."""
+    """One running or recently ended request with its timeline (seconds since arrival); None if it is neither."""
     run = core.running.get(rid)
     if run is None:
-        return None
+        ended = next((record for record in core.recent if record.rid == rid), None)
+        return None if ended is None else {"id": rid, "ended": True, **msgspec.to_builtins(ended)}
     return {**_brief(run, trio.current_time()), "milestones": run.record.milestones}
