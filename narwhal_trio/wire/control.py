@@ -1,7 +1,8 @@
 """httpx on top of `Wire`, for calls where httpx's comfort matters more than its cost. httpcore is never used.
 
 `httpx.AsyncClient(transport=WireTransport(wire), timeout=None)`: callers open scopes, and everything runs on real sockets, in memory,
-and on a virtual clock. httpx's own time limits are ignored, since nothing below the router takes any.
+and on a virtual clock. httpx's own time limits are ignored, since nothing below the router takes any. A stream that may be left in
+the middle belongs on `Wire.exchange`: httpx iterates through generators of its own, which trio complains about when they are dropped.
 """
 
 from __future__ import annotations
