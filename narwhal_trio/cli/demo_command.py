@@ -82,7 +82,7 @@ SAMPLES = (
         "chat, streamed", CHAT, {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 24, "stream": True}
     ),
     Sample(
-        "completion with token ids",
+        "with token ids",
         COMPLETIONS,
         {"prompt": "Once upon a time", "max_tokens": 16, "return_token_ids": True},
     ),
@@ -103,7 +103,7 @@ SAMPLES = (
         504,
     ),
     Sample(
-        "client leaves mid-stream",
+        "client leaves midway",
         CHAT,
         {"messages": [{"role": "user", "content": "Tell me everything."}], "max_tokens": 2000, "stream": True},
         cut_after=5,
@@ -149,7 +149,7 @@ def _config(engines: Mapping[str, tuple[SimEngine, str]], bind: str, journal: Pa
 
 
 async def _demo(bind: str, once: bool) -> int:
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     with (
         tempfile.TemporaryDirectory(prefix="narwhal-trio-") as folder,
         trio.open_signal_receiver(signal.SIGTERM) as term,
@@ -182,7 +182,7 @@ async def _show(console: Console, router: Router, engines: Mapping[str, tuple[Si
     """Send every sample, print what happened, then what is left. True if everything was as it must be."""
     table = Table(title=f"narwhal-trio demo: 2 prefill and 2 decode engines behind {url}", title_justify="left")
     # The answers get what the other columns leave of the terminal's width.
-    room = max(16, console.width - 78)
+    room = max(8, console.width - 75)
     for column, right in (("request", 0), ("answer", 0), ("TTFT ms", 1), ("tokens", 1), ("engines", 0), ("ended", 0)):
         table.add_column(column, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
     passed = True
