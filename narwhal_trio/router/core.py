@@ -20,6 +20,7 @@ from narwhal_trio.protocol.identity import Authenticator
 from narwhal_trio.router.gauges import samples
 from narwhal_trio.scheduling.fleet import Claim, Engine, Fleet
 from narwhal_trio.scheduling.ledger import HandoffLedger
+from narwhal_trio.scheduling.readiness import Readiness
 from narwhal_trio.scheduling.retry import RetryBudget, RetryPolicy
 from narwhal_trio.types import AbortCause, EngineId, RequestId, Role
 from narwhal_trio.wire.client import ConnectFailed, Wire
@@ -139,7 +140,7 @@ class RouterCore:
         self.retained = 0
         self.retained_high_water = 0
         self.inflight = 0
-        self.draining = False
+        self.readiness = Readiness(self._readiness_changed)
         self.drain_begun = trio.Event()
         self.events = Broadcast()
         self.idle = trio.Event()
@@ -184,24 +185,35 @@ class RouterCore:
 
     def arrival_hold(self) -> Refusal | None:
         """Why no request may be admitted now, or None. A drain stops admission only: what has its seat may finish."""
-        if self.draining:
-            return Refusal(Condition.DRAINING, "the router is draining")
-        return self.hold(Role.PREFILL)
+        return self.readiness.hold(Role.PREFILL, trio.current_time(), arriving=True)
 
-    def hold(self, role: Role) -> Refusal | None:  # noqa: ARG002 - standby, fencing and maintenance will ask for it
+    def hold(self, role: Role) -> Refusal | None:
         """Why no leg of this role may start now, or None."""
-        return None
+        return self.readiness.hold(role, trio.current_time())
+
+    @property
+    def draining(self) -> bool:
+        return self.readiness.draining
 
     def cancel(self, rid: RequestId, cause: AbortCause) -> bool:
         """End one running request; False if it is not running."""
         run = self.running.get(rid)
         return run is not None and run.lifetime.abort(cause)
 
-    # -- fleet ----------------------------------------------------------------------------------------------------------------
+    # -- fleet and readiness ----------------------------------------------------------------------------------------------------------------
 
     def _fleet_changed(self) -> None:
         self.decode_queue.pump()
         self.prefill_queue.pump()
+
+    def _readiness_changed(self) -> None:
+        """A hold ends all waiting at once, and its end lets it begin again."""
+        now, live = trio.current_time(), len(self.fleet.live())
+        self.events.publish(
+            "readiness", status=self.readiness.status(now, live=live), reason=self.readiness.reason(now, live=live)
+        )
+        self.admission.pump()
+        self._fleet_changed()
 
     def rendezvous(self, producer: EngineId) -> Rendezvous:
         engine = next(engine for engine in self.config.engines if engine.id == producer)
@@ -222,11 +234,9 @@ class RouterCore:
 
     def begin_drain(self) -> None:
         """Refuse new work from now on, and requests that still wait for a seat. Running legs go on."""
-        self.draining = True
         self.drain_begun.set()
         self.events.publish("draining", running=len(self.running))
-        self.admission.pump()
-        self._fleet_changed()
+        self.readiness.update(draining=True)
 
     async def wait_idle(self) -> None:
         while self.running:

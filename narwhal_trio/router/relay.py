@@ -14,6 +14,7 @@ import trio
 from narwhal_trio.engines.dialect import Accounting
 from narwhal_trio.outcomes import Condition, Outcome
 from narwhal_trio.protocol.relay import AssemblyFold, FoldRules, RelayFold
+from narwhal_trio.router.ending import server_timing
 from narwhal_trio.router.legs import EngineLeg, LegFailure, failure_of_response
 from narwhal_trio.types import Phase, Role
 from narwhal_trio.wire.client import WireError
@@ -72,7 +73,7 @@ class _Relay:
         """Fold engine reads and forward what the client may have, until `[DONE]`, the end of the body, or a fault."""
         fold, timer = self.fold, self.timer
         run, claim = self.run, self.claim
-        counted = 0
+        counted, started = 0, False
         while True:
             if fold.output_started:
                 self.waiting = _Wait.NEXT_BYTES
@@ -80,9 +81,10 @@ class _Relay:
             data = await exchange.receive()
             now = trio.current_time()
             out = (fold.end() if data is None else fold.feed(data, now)) or b""
+            if fold.output_started and not started:
+                started = True
+                await self._first_output(now)
             if fold.ledger.count != counted:
-                if counted == 0:
-                    await self._first_output(now)
                 fresh = fold.ledger.count - counted
                 counted += fresh
                 claim.grow(fresh)
@@ -107,7 +109,7 @@ class _Relay:
         try:
             if not sink.committed:
                 run.streaming = True
-                await sink.start(200, [*STREAM_HEADERS, *run.response_headers(), *run.server_timing()])
+                await sink.start(200, [*STREAM_HEADERS, *run.response_headers(), *server_timing(run.record)])
             await sink.write(out)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             await run.client_lost()
@@ -124,7 +126,7 @@ class _Relay:
                 body = fold.response(run.work.input_tokens)
                 if fold.fault is not None:
                     return
-                headers = [(b"content-type", b"application/json"), *run.response_headers(), *run.server_timing()]
+                headers = [(b"content-type", b"application/json"), *run.response_headers(), *server_timing(run.record)]
                 await sink.respond(200, headers, body)
             else:
                 await sink.finish()

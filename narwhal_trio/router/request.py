@@ -20,18 +20,17 @@ import trio
 from narwhal_trio.core.fifo import QueueFull
 from narwhal_trio.core.lifetime import Lifetime
 from narwhal_trio.core.sink import BodyFault, BodyTooLarge
-from narwhal_trio.engines.dialect import Accounting
 from narwhal_trio.observe.record import AttemptFailure, Record
 from narwhal_trio.outcomes import Condition, Outcome, Refusal
 from narwhal_trio.protocol.deadline import Deadline, parse_deadline
-from narwhal_trio.protocol.envelope import outcome_frame, outcome_response
 from narwhal_trio.protocol.request import SIZED_REFUSALS, CompletionRequest, client_rid, parse_request
 from narwhal_trio.router.attempt import LegFailure, run_attempt
+from narwhal_trio.router.ending import aborted, conclude, settle
 from narwhal_trio.scheduling.fleet import Claim, Work
 from narwhal_trio.scheduling.ledger import HandoffResult
 from narwhal_trio.scheduling.placement import NoEngine, place
 from narwhal_trio.scheduling.retry import RetryVerdict
-from narwhal_trio.types import AbortCause, Endpoint, EngineId, Phase, RequestId, Role, Terminal
+from narwhal_trio.types import AbortCause, Endpoint, EngineId, Phase, RequestId, Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,14 +46,6 @@ __all__ = ["RequestRun"]
 T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
-
-_ABORTED = {
-    AbortCause.DEADLINE: Condition.REQUEST_EXPIRED,
-    AbortCause.CLIENT: Condition.CLIENT_GONE,
-    AbortCause.DELETE: Condition.DELETED,
-    AbortCause.SHUTDOWN: Condition.SHUTDOWN,
-    AbortCause.HOST: Condition.HOST_CANCELLED,
-}
 
 
 class RequestRun:
@@ -124,18 +115,18 @@ class RequestRun:
             if decided is None:
                 # The scope cut the body short, and says for whom; unless the client had everything by then.
                 assert cause is not None
-                decided = Outcome(Condition.COMPLETED, phase=Phase.STREAM) if self.answered else self._aborted(cause)
+                decided = Outcome(Condition.COMPLETED, phase=Phase.STREAM) if self.answered else aborted(self, cause)
             self.outcome = decided
-            await self._conclude(decided)
+            await conclude(self, decided)
         except Exception:
             log.exception("request failed by a fault of ours", rid=self.rid)
             self.outcome = Outcome(Condition.INTERNAL, "internal error", phase=self.phase)
-            await self._conclude(self.outcome)
+            await conclude(self, self.outcome)
         finally:
             # Reached with Cancelled in flight too, when our host ends us: synchronous work only.
             if not self.answered and self.sink.committed:
                 self.sink.abort()
-            self._settle()
+            settle(self)
         return self.outcome
 
     async def _serve(self) -> Outcome:
@@ -344,38 +335,6 @@ class RequestRun:
         self.lifetime.abort(AbortCause.CLIENT)
         await trio.sleep_forever()
 
-    def _aborted(self, cause: AbortCause) -> Outcome:
-        message = {
-            AbortCause.DEADLINE: f"the request's deadline of {self.deadline.budget_s:g} s ended in phase {self.phase.value}",
-            AbortCause.DELETE: "the request was cancelled by a DELETE of its id",
-            AbortCause.SHUTDOWN: "the router is shutting down",
-        }.get(cause, "")
-        return Outcome(_ABORTED[cause], message, phase=self.phase)
-
-    async def _conclude(self, outcome: Outcome) -> None:
-        """Tell the client, outside the Lifetime but never without a bound: a reader that stalls is cut."""
-        if self.answered:
-            return
-        sink = self.sink
-        if outcome.row.status is None or (sink.committed and not (sink.clean and self.streaming)):
-            sink.abort()
-            self.answered = True
-            return
-        with trio.move_on_after(self.core.config.server.write_timeout_s):
-            try:
-                if sink.committed:
-                    await sink.write(outcome_frame(outcome))
-                    await sink.finish()
-                else:
-                    status, headers, body = outcome_response(outcome)
-                    await sink.respond(status, [*self.response_headers(), *headers], body)
-                self.answered = True
-            except (trio.BrokenResourceError, trio.ClosedResourceError):
-                pass  # the client left while it was told why; the outcome stands
-        if not self.answered:
-            sink.abort()
-            self.answered = True
-
     def accept_handoff(self) -> None:
         """A decode engine has begun to answer: it has taken the cache."""
         if self.handoff_entry is not None:
@@ -385,79 +344,11 @@ class RequestRun:
         """Headers of every answer on a completion route."""
         return [(b"x-request-id", self.rid.encode())]
 
-    def server_timing(self) -> Headers:
-        """`server-timing` of a success: what each stage took, in milliseconds."""
-        marks = self.record.milestones
-        spans = (
-            (b"admission", 0.0, marks.get("admitted")),
-            (b"prefill", marks.get("prefill_sent"), marks.get("prefilled")),
-            (b"handoff", marks.get("prefilled"), marks.get("decode_sent")),
-            (b"first_token", 0.0, marks.get("first_token")),
-        )
-        parts = [
-            b"%s;dur=%.1f" % (name, (end - start) * 1000)
-            for name, start, end in spans
-            if start is not None and end is not None
-        ]
-        return [(b"server-timing", b", ".join(parts))] if parts else []
-
     def mark(self, milestone: str) -> None:
         """Note an instant of the timeline; a later attempt overwrites an earlier one."""
         self.record.mark(milestone, trio.current_time())
         if self.core.events:
             self.core.events.publish("request_milestone", rid=self.rid, milestone=milestone, phase=self.phase.value)
-
-    def _settle(self) -> None:
-        """The one place where a request is booked: counters, journal row, its place among the running. Synchronous."""
-        record, core = self.record, self.core
-        if self.work is not None:
-            record.input_len = self.work.input_tokens
-        measure(record, self.ledgers, accounting=core.dialect.accounting(self.endpoint))
-        record.conclude(
-            self.outcome, ended_at=trio.current_time(), output_started=self.sink.committed and self.streaming
-        )
-        core.closed(self)
-        core.accounting.settle(record)
-        if record.terminal is Terminal.COMPLETED and record.attempts == 1:
-            core.retry_budget.deposit()
-        core.journal.record(record)
-        core.recent.append(record)
-        if core.events:
-            core.events.publish(
-                "request_ended",
-                rid=self.rid,
-                terminal=record.terminal.value if record.terminal else None,
-                condition=self.outcome.condition.value,
-                status=record.status,
-                duration_s=record.duration_s,
-                output_len=record.output_len,
-            )
-
-
-def measure(record: Record, ledgers: list[TokenLedger], *, accounting: Accounting) -> None:
-    """Fill in output length and per-token times from what was measured at the reading side. Null where ids are not supplied.
-
-    TPOT counts from the end of prefill, decode TPOT from the first token, both over tokens - 1 (the reference's definitions).
-    """
-    record.token_accounting = accounting.value
-    arrived = record.arrived
-    prefilled = record.milestones.get("prefilled")
-    record.ttft_s = prefilled
-    if not ledgers:
-        return
-    last = ledgers[-1]
-    if last.first_at is not None:
-        record.first_byte_s = last.first_at - arrived
-        if prefilled is not None:
-            # On rendezvous dialects tokens may come before the prefill's own answer.
-            prefilled = record.ttft_s = min(prefilled, record.first_byte_s)
-    if accounting is not Accounting.TOKEN_IDS:
-        return
-    record.output_len = last.count
-    if last.count > 1 and last.first_at is not None and last.last_at is not None:
-        record.decode_tpot_s = (last.last_at - last.first_at) / (last.count - 1)
-        if prefilled is not None:
-            record.tpot_s = (last.last_at - arrived - prefilled) / (last.count - 1)
 
 
 def _small_int(value: bytes | None) -> int | None:

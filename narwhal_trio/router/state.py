@@ -21,19 +21,19 @@ __all__ = ["health_document", "ready_document", "request_document", "requests_do
 def health_document(core: RouterCore) -> dict[str, Any]:
     """Always answered with 200: `status` says in what state the router is, not whether it takes work."""
     live = len(core.fleet.live())
-    status = "draining" if core.draining else "ok" if live else "degraded"
+    status = core.readiness.status(trio.current_time(), live=live)
     return {"status": status, "instances": len(core.fleet.engines), "available_instances": live}
 
 
 def ready_document(core: RouterCore) -> dict[str, Any]:
     """`status` is `ready` or `not_ready`; `reason` is the first thing that keeps completions away."""
-    hold = core.arrival_hold()
-    reason = hold.message if hold is not None else "" if core.fleet.live() else "no available engines"
+    now, readiness = trio.current_time(), core.readiness
+    reason = readiness.reason(now, live=len(core.fleet.live()))
     return {
         "status": "not_ready" if reason else "ready",
-        "control_ready": True,
-        "epoch": 0,
-        "holder": "",
+        "control_ready": readiness.control_ready(now),
+        "epoch": readiness.epoch,
+        "holder": readiness.holder,
         "reason": reason,
     }
 
