@@ -342,8 +342,8 @@ def _authenticator(config: RouterConfig) -> Authenticator:
 
 async def _end_requests(core: RouterCore) -> None:
     """End what other tasks still have in flight, so that no request outlives its router."""
-    core.draining = True
-    core.abort_all(AbortCause.SHUTDOWN)
+    core.abort_all(AbortCause.SHUTDOWN)  # first, so that who waits for a seat reads why, too
+    core.readiness.update(draining=True)
     try:
         # Bounded: a client that reads nothing must not keep its host from leaving.
         with trio.move_on_after(_EXIT_S, shield=True):

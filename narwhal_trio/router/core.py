@@ -200,7 +200,7 @@ class RouterCore:
         run = self.running.get(rid)
         return run is not None and run.lifetime.abort(cause)
 
-    # -- fleet and readiness ----------------------------------------------------------------------------------------------------------------
+    # -- fleet and readiness ---------------------------------------------------------------------------------------------------
 
     def _fleet_changed(self) -> None:
         self.decode_queue.pump()
