@@ -284,7 +284,7 @@ class Exchange:
         while not parser.head_done:
             data = await self._receive(stream)
             if not data:
-                raise self._lost("ended by the engine")
+                raise self._lost("connection ended by the engine")
             self._ready = self._feed(data)
 
     # ---- the body
@@ -315,7 +315,7 @@ class Exchange:
             elif parser.feed_eof():
                 self._finish()
             else:
-                raise self._lost("ended in the middle of the response")
+                raise self._lost("connection ended in the middle of the response")
         return None
 
     async def read_all(self, limit: int) -> bytes:
@@ -383,7 +383,7 @@ class Exchange:
         self.timings.done_at = trio.current_time()
 
     def _lost(self, how: str) -> ConnectionLost:
-        return ConnectionLost(f"{self._address}: connection {how}", response_started=self._parser.started)
+        return ConnectionLost(f"{self._address}: {how}", response_started=self._parser.started)
 
     def _malformed(self, problem: str) -> MalformedResponse:
         return MalformedResponse(f"{self._address}: {problem}")
