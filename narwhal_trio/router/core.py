@@ -108,8 +108,10 @@ class RouterCore:
         self.control_wire = Wire(timed, limit_per_address=config.control_connections)
         self.engine_auth = "engine-credential" if credential else "boundary"
         constant: Headers = [(b"content-type", b"application/json"), (b"accept", b"*/*")]
-        bearer: Headers = [(b"authorization", b"Bearer " + credential.encode())] if credential else []
-        self.heads = {engine: self.wire.head(address, constant + bearer) for engine, address in self.addresses.items()}
+        self.bearer: Headers = [(b"authorization", b"Bearer " + credential.encode())] if credential else []
+        self.heads = {
+            engine: self.wire.head(address, constant + self.bearer) for engine, address in self.addresses.items()
+        }
         self.fleet = Fleet(
             (
                 Engine(

@@ -1,0 +1,126 @@
+"""The hand-over document: what the next router should know of the fleet, for a standby that takes over and for a restart.
+
+It is advice, not a condition: a router without a usable document starts from its configuration.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import trio
+
+from narwhal_trio.scheduling.fleet import Hold
+from narwhal_trio.types import EngineId, Role, Terminal
+
+if TYPE_CHECKING:
+    from narwhal_trio.router.core import RouterCore
+    from narwhal_trio.scheduling.lifecycle import Lifecycle
+
+__all__ = ["SCHEMA", "HandoffDocument", "HandoffUnusable", "apply_handoff", "handoff_document", "read_handoff"]
+
+SCHEMA: Final = "narwhal.handoff"
+SCHEMA_VERSION: Final = 1
+
+
+class HandoffUnusable(ValueError):  # noqa: N818 - a verdict about a document
+    """The document cannot be read, or is about another model."""
+
+
+class _Check(msgspec.Struct):
+    name: str
+    passed: bool
+    detail: str = ""
+
+
+class _Record(msgspec.Struct):
+    iid: str
+    state: str
+    requested_at: float
+    deadline_at: float
+    force: bool = False
+    wave_id: str | None = None
+    error: str | None = None
+    checks: list[_Check] = []
+
+
+class _Lifecycle(msgspec.Struct):
+    wave_id: str | None = None
+    records: list[_Record] = []
+    events: list[dict[str, Any]] = []
+
+
+class HandoffDocument(msgspec.Struct):
+    """`narwhal.handoff` as far as it is applied. at: Unix seconds by the writer's clock. Other members are ignored."""
+
+    schema: str
+    schema_version: int
+    at: float
+    run: str
+    model: str
+    epoch: int
+    holder: str
+    roles: dict[str, Role]
+    ejected: list[str]
+    counters: dict[str, int]
+    lifecycle: _Lifecycle
+
+
+def handoff_document(core: RouterCore, lifecycle: Lifecycle, *, wall: float) -> dict[str, Any]:
+    """The document of this router now. wall: Unix seconds."""
+    books = core.accounting
+    return {
+        "schema": SCHEMA,
+        "schema_version": SCHEMA_VERSION,
+        "at": wall,
+        "run": core.journal.run_id,
+        "model": core.config.model,
+        "epoch": core.readiness.epoch,
+        "holder": core.readiness.holder,
+        "engines": sorted(core.fleet.engines),
+        "roles": {engine.id: engine.role.value for engine in core.fleet},
+        "ejected": [engine.id for engine in core.fleet if Hold.EJECTED in engine.holds],
+        "counters": {name: count for name, count in books.counters().items() if name != "open"},
+        "outcome_reasons": {
+            terminal.counter: books.reasons(terminal)
+            for terminal in (Terminal.FAILED, Terminal.REJECTED, Terminal.EXPIRED, Terminal.REFUSED)
+        },
+        "lifecycle": {
+            **lifecycle.durable(),
+            "engine_restart_policy": core.config.recovery.engine_restart_policy,
+            "process_starts": {},
+        },
+        "demand_risk": None,
+    }
+
+
+def read_handoff(data: bytes) -> HandoffDocument:
+    """Raises `HandoffUnusable`."""
+    try:
+        document = msgspec.json.decode(data, type=HandoffDocument)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise HandoffUnusable(f"not a {SCHEMA} document: {exc}") from None
+    if (document.schema, document.schema_version) != (SCHEMA, SCHEMA_VERSION):
+        what = f"{document.schema!r} version {document.schema_version}"
+        raise HandoffUnusable(f"{what}, not {SCHEMA} version {SCHEMA_VERSION}")
+    return document
+
+
+def apply_handoff(document: HandoffDocument, core: RouterCore, lifecycle: Lifecycle, *, wall: float) -> None:
+    """Take over roles of unpinned engines, ejections and lifecycle records, for the engines that both routers have.
+
+    Counters stay with the process that counted. Raises `HandoffUnusable` for another model, with nothing changed.
+    """
+    if document.model != core.config.model:
+        raise HandoffUnusable(f"it is about model {document.model!r}, this router serves {core.config.model!r}")
+    engines = core.fleet.engines
+    for name, role in document.roles.items():
+        engine = engines.get(EngineId(name))
+        if engine is not None and not engine.pinned:
+            engine.role = role
+    for name in document.ejected:
+        engine = engines.get(EngineId(name))
+        if engine is not None:
+            engine.holds.add(Hold.EJECTED)
+    lifecycle.restore(msgspec.to_builtins(document.lifecycle), now=trio.current_time(), wall=wall)
+    core.fleet.changed()
