@@ -68,6 +68,8 @@ class Completion:
             with self.engine.interruptible() as scope:
                 await self._generate()
             if scope.cancelled_caught:
+                if self.engine.condition == "terminated":
+                    await trio.sleep_forever()  # the process ends without another word
                 self._failure = ApiError(500, CRASHED, "InternalServerError")
             kv = self._descriptor()
         if self._failure is not None:

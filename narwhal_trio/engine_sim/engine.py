@@ -195,7 +195,7 @@ class SimEngine:
 
     @contextmanager
     def interruptible(self) -> Iterator[trio.CancelScope]:
-        """A scope that a crash of the engine cancels. In a crashed engine nothing inside gets past its first wait."""
+        """A scope that a crash or a termination cancels. In a crashed engine nothing inside gets past its first wait."""
         with trio.CancelScope() as scope:
             self._scopes.add(scope)
             if self.condition == "crashed":
@@ -241,6 +241,8 @@ class SimEngine:
             self._spawn(self._exit_when_quiet, grace_s)
         else:
             self.condition = "terminated"
+            for scope in list(self._scopes):
+                scope.cancel()
             for listener in self._listeners:
                 close_listener(listener)
             self._spawn(self._exit_after, linger_s)
