@@ -30,9 +30,16 @@ def stack() -> Stack:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(stack: Stack) -> Iterator[None]:
-    """After every test: both engines are alive and none works for a request that has ended."""
+def nothing_left(stack: Stack, request: pytest.FixtureRequest) -> Iterator[None]:
+    """After every test: both engines are alive and none works for a request that has ended.
+
+    Without an engine the rest could only fail, so the run ends with the test that cost it.
+    """
     yield
     for engine in stack.engines:
-        eventually(engine.healthy, 60.0, f"the {engine.role} engine is not healthy")
+        try:
+            eventually(engine.healthy, 60.0, f"the {engine.role} engine is not healthy")
+        except AssertionError as lost:
+            request.session.shouldstop = f"{request.node.nodeid}: {lost}"
+            raise
     stack.wait_idle()

@@ -76,6 +76,9 @@ ENGINE_ENV = {
     "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
 }
 
+STARTED: list[subprocess.Popen[bytes]] = []
+"""Kept, since Python warns when it collects the object of a process that still runs."""
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -150,6 +153,7 @@ class Engine:
                 cwd=WORK,
                 start_new_session=True,
             )
+        STARTED.append(process)
         self.pidfile.write_text(f"{process.pid} {started_at(process.pid)}\n")
 
     def spread(self) -> None:
