@@ -65,6 +65,7 @@ class _Relay:
             usage_asked=request.include_usage,
             max_response_bytes=core.config.serving.max_response_bytes,
             matched_stop=core.dialect.rendezvous,
+            echo=core.dialect.missing_echo(request) or "",
         )
         self.fold: RelayFold | AssemblyFold = RelayFold(rules) if request.stream else AssemblyFold(rules)
         run.ledgers.append(self.fold.ledger)

@@ -136,7 +136,11 @@ class RequestRun:
             self._interpret(body)
             self.phase = Phase.QUEUE
             with await self._admission_seat():
-                return await self._attempts()
+                seated_at = trio.current_time()
+                try:
+                    return await self._attempts()
+                finally:
+                    self.record.seat_s = trio.current_time() - seated_at
         except Refusal as refusal:
             return refusal.outcome(self.phase)
 

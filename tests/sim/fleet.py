@@ -76,7 +76,8 @@ class Fleet:
         found = {}
         for name, engine in self.engines.items():
             state = engine.state()
-            if busy := state.running + state.waiting + len(state.in_flight):
+            unanswered = sum(request.ended_at is None for request in state.requests)
+            if busy := max(state.running + state.waiting, unanswered):
                 found[name] = busy
         return found
 
@@ -110,10 +111,10 @@ async def fleet(
     decode: int = 1,
     *,
     time: TimeModel | None = None,
-    engine: Table | None = None,
+    sim: Table | None = None,
     **sections: Table,
 ) -> AsyncIterator[Fleet]:
-    """Engines, router and listener, ready. engine: further `EngineConfig` members. sections: of the router's configuration."""
+    """Engines, router and listener, ready. sim: further `EngineConfig` members. sections: of the router's configuration."""
     config = fleet_config(prefill, decode, **sections)
     memory = MemoryFabric()
     engines = {
@@ -125,7 +126,7 @@ async def fleet(
                 time=time or TimeModel(),
                 advertise_host=item.iid,
                 advertise_port=5600,
-                **(engine or {}),
+                **(sim or {}),
             ),
             memory,
         )
