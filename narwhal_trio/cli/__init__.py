@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-COMMANDS: Final = ("serve", "demo", "check", "config", "journal")
+COMMANDS: Final = ("serve", "demo", "engine", "check", "config", "journal")
 
 
 def build_parser() -> argparse.ArgumentParser:
