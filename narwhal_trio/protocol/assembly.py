@@ -41,6 +41,8 @@ class AssemblyFold(StreamFold):
         self._meta: dict[str, bytes] = {}
         self._kept: dict[str, bytes] = {}  # members of the choice of which the last non-null one stands
         self._texts: dict[str, list[bytes]] = {}  # pieces of JSON strings, none of them empty
+        if rules.echo:
+            self._texts["text"] = [msgspec.json.encode(rules.echo)[1:-1]]
         self._calls = ToolCalls(whole_repeats=rules.matched_stop)
         self._function = FunctionCall()
         self._logprobs = Logprobs(rules.endpoint)

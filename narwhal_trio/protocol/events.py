@@ -33,6 +33,7 @@ __all__ = [
     "finite",
     "is_null",
     "members_of",
+    "object_of",
     "reported_error",
     "string_body",
     "truthy",
@@ -58,6 +59,7 @@ class FoldRules:
     token_ids: the dialect supplies ids (accounting `token_ids`). expose_token_ids: the client asked for them.
     usage_asked: the client asked for the usage-only frame of a stream. max_response_bytes: bound of held frames, of one event, and of
     everything that an assembled response was made from. matched_stop: SGLang's choice member is known.
+    echo: prompt text that the engine leaves out although the client asked for it; it goes before the text of the first choice.
     """
 
     endpoint: Endpoint
@@ -67,6 +69,7 @@ class FoldRules:
     max_response_bytes: int
     max_held_events: int = 64
     matched_stop: bool = False
+    echo: str = ""
 
 
 @attrs.frozen
@@ -171,6 +174,15 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
         except (msgspec.DecodeError, RecursionError):
             raise BadFrame("a chat delta must be an object") from None
 
+    def preceded(self, text: str) -> Frame:
+        """The frame with `text` before the text of its choice; its other values stay as they came."""
+        if self.choice is None:
+            return self
+        own = string_body(self.choice.get("text")) or b""
+        choice = {**self.choice, "text": Raw(msgspec.json.encode(text)[:-1] + own + b'"')}
+        top = {**self.top, "choices": Raw(b"[" + object_of(choice) + b"]")}
+        return Frame(object_of(top), top, choice, self.delta)
+
     @property
     def visible(self) -> bool:
         """Whether the event carries text, reasoning, a refusal or a call."""
@@ -209,6 +221,11 @@ def members_of(data: bytes) -> tuple[bytes, dict[str, Raw]]:
         if text is data:
             raise BadFrame("an engine event is not valid JSON") from None
         return members_of(text)
+
+
+def object_of(members: Mapping[str, bytes | Raw]) -> bytes:
+    """A JSON object put together from the slices of its members."""
+    return b"{" + b",".join([msgspec.json.encode(name) + b":" + bytes(value) for name, value in members.items()]) + b"}"
 
 
 def reported_error(data: bytes, top: Mapping[str, Raw], named: bool, output_started: bool) -> StreamFault | None:

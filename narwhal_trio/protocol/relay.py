@@ -28,6 +28,7 @@ class RelayFold(StreamFold):
         super().__init__(rules)
         self._held: list[bytes] = []
         self._held_bytes = 0
+        self._echo = rules.echo
 
     def feed(self, data: bytes, now: float) -> bytes:
         """Take one engine read, made at `now`. Returns what the client may have, b"" while everything is held.
@@ -84,6 +85,8 @@ class RelayFold(StreamFold):
             self.finish_reason = finish
         if frame.usage_only and not self.rules.usage_asked:
             return 0
+        if self._echo and frame.choice is not None:
+            frame, self._echo = frame.preceded(self._echo), ""
         data = frame.data if self.rules.expose_token_ids else without_ids(frame)
         shown = event.raw if data is event.data else event.reframed(data)
         if self.output_started:

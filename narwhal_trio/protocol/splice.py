@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-import msgspec
+from narwhal_trio.protocol.events import object_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from msgspec import Raw
-
     from narwhal_trio.protocol.events import Frame
 
 __all__ = ["HIDDEN", "without_ids"]
@@ -54,10 +50,6 @@ def _rebuilt(frame: Frame) -> bytes:
     kept = {name: bytes(value) for name, value in frame.top.items() if name not in HIDDEN}
     if frame.choice is not None:
         kept["choices"] = (
-            b"[" + _object({name: value for name, value in frame.choice.items() if name not in HIDDEN}) + b"]"
+            b"[" + object_of({name: value for name, value in frame.choice.items() if name not in HIDDEN}) + b"]"
         )
-    return _object(kept)
-
-
-def _object(members: Mapping[str, bytes | Raw]) -> bytes:
-    return b"{" + b",".join([msgspec.json.encode(name) + b":" + bytes(value) for name, value in members.items()]) + b"}"
+    return object_of(kept)
