@@ -11,8 +11,9 @@ import os
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
+import attrs
 import msgspec
 
 from narwhal_trio.ha.files import FileWorker, write_atomically
@@ -37,6 +38,7 @@ class _Document(msgspec.Struct):
     holder: str
     expires_at: float
     updated_at: float
+    revision: int = 0
 
 
 class FileLeaseStore(LeaseStore):
@@ -70,7 +72,7 @@ class FileLeaseStore(LeaseStore):
                     epoch = found.epoch + 1
                 else:
                     return None
-                return self._store(epoch, holder, length_s)
+                return self._store(found, epoch, holder, length_s)
 
         return await self._do(work)
 
@@ -80,7 +82,7 @@ class FileLeaseStore(LeaseStore):
                 found = self._load()
                 if found is None or (found.epoch, found.holder) != (lease.epoch, lease.holder):
                     return None
-                return self._store(lease.epoch, lease.holder, length_s)
+                return self._store(found, lease.epoch, lease.holder, length_s)
 
         return await self._do(work)
 
@@ -89,7 +91,7 @@ class FileLeaseStore(LeaseStore):
             with self._locked():
                 found = self._load()
                 if found is not None and (found.epoch, found.holder) == (lease.epoch, lease.holder):
-                    self._store(lease.epoch, lease.holder, 0.0)
+                    self._store(found, lease.epoch, lease.holder, 0.0)
 
         await self._do(work)
 
@@ -135,18 +137,11 @@ class FileLeaseStore(LeaseStore):
             raise LeaseUnavailable(f"{self.path} is {what}, not {SCHEMA} version {SCHEMA_VERSION}")
         if found.epoch < 1 or not found.holder or not math.isfinite(found.expires_at - found.updated_at):
             raise LeaseUnavailable(f"{self.path} is not a valid lease: epoch {found.epoch}, holder {found.holder!r}")
-        return Lease(found.epoch, found.holder, found.expires_at, found.updated_at)
+        return Lease(found.epoch, found.holder, found.expires_at, found.updated_at, found.revision)
 
-    def _store(self, epoch: int, holder: str, length_s: float) -> Lease:
+    def _store(self, before: Lease | None, epoch: int, holder: str, length_s: float) -> Lease:
         now = self._wall()
-        lease = Lease(epoch, holder, now + length_s, now)
-        document: dict[str, Any] = {
-            "schema": SCHEMA,
-            "schema_version": SCHEMA_VERSION,
-            "epoch": epoch,
-            "holder": holder,
-            "expires_at": lease.expires_at,
-            "updated_at": lease.updated_at,
-        }
+        lease = Lease(epoch, holder, now + length_s, now, before.revision + 1 if before else 1)
+        document = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **attrs.asdict(lease)}
         write_atomically(self.path, msgspec.json.encode(document) + b"\n")
         return lease

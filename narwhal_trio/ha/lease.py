@@ -25,12 +25,14 @@ class Lease:
 
     epoch: counts holders, from 1. holder: `<router-id>:<unique>`, one life of one router.
     expires_at, updated_at: Unix seconds by the holder's clock; their difference is the length of the lease.
+    revision: counts writes of the record, so that a renewal shows even where a clock stands still.
     """
 
     epoch: int
     holder: str
     expires_at: float
     updated_at: float
+    revision: int = 0
 
     @property
     def length_s(self) -> float:

@@ -33,7 +33,7 @@ def aborted(run: RequestRun, cause: AbortCause) -> Outcome:
     message = {
         AbortCause.DEADLINE: f"the request's deadline of {run.deadline.budget_s:g} s ended in phase {run.phase.value}",
         AbortCause.DELETE: "the request was cancelled by a DELETE of its id",
-        AbortCause.SHUTDOWN: "the router is shutting down",
+        AbortCause.SHUTDOWN: run.abort_note or "the router is shutting down",
     }.get(cause, "")
     return Outcome(_ABORTED[cause], message, phase=run.phase)
 

@@ -79,6 +79,8 @@ class RequestRun:
         """True once the response has been ended, properly or by a cut."""
         self.streaming = False
         """True once the response that has begun is an event stream."""
+        self.abort_note = ""
+        """What a client reads whose request is ended by an operator for another reason than the whole router's end."""
         limits = core.config.serving
         self.retained = False
         self._client = client
