@@ -20,14 +20,14 @@ __all__ = ["main"]
 COMMANDS: Final = ("serve", "demo", "engine", "check", "config", "journal")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The whole command line; each subcommand sets `run`."""
+def build_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The command line, each subcommand setting `run`. only: import just this one's module, for a quick start."""
     parser = argparse.ArgumentParser(
         prog="narwhal-trio", description="OpenAI-compatible router for disaggregated LLM inference, on trio."
     )
     parser.add_argument("--version", action="version", version=f"narwhal-trio {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in COMMANDS:
+    for name in COMMANDS if only is None else (only,):
         module = importlib.import_module(f"narwhal_trio.cli.{name}_command")
         module.add_parser(subparsers)
     return parser
@@ -35,7 +35,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    args = build_parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = build_parser(words[0] if words and words[0] in COMMANDS else None).parse_args(words)
     try:
         code: int = args.run(args)
     except KeyboardInterrupt:
