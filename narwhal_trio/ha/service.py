@@ -75,6 +75,8 @@ class HaService:
         self._began_epoch = 0
         """Epoch under which this router last began to serve."""
         self._announced = False
+        self.gave_back = False
+        """This router left while it was serving, of its own will."""
         self.gap_s: float | None = None
         """Seconds from the primary's last answer to the takeover."""
         self.problem = ""
@@ -224,6 +226,7 @@ class HaService:
         lease = self._lease
         if lease is None:
             return
+        self.gave_back = True
         self._readiness.update(fenced="the lease was given back", lease_until=-math.inf)
         with trio.move_on_after(RELEASE_S, shield=True):
             try:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import trio
 
 from narwhal_trio.core.broadcast import Broadcast
+from narwhal_trio.core.fair import FairQueue
 from narwhal_trio.core.fifo import FifoQueue
 from narwhal_trio.engines.dialect import dialect_for
 from narwhal_trio.engines.handoff import rendezvous
@@ -27,7 +28,7 @@ from narwhal_trio.wire.client import ConnectFailed, Wire
 from narwhal_trio.wire.stream import Address, parse_address
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from narwhal_trio.config import RouterConfig
     from narwhal_trio.core.sink import Headers
@@ -89,6 +90,7 @@ class RouterCore:
         journal: Journal,
         *,
         authenticator: Authenticator | None = None,
+        weights: dict[str, float] | None = None,
         credential: str = "",
         seed: int | None = None,
     ) -> None:
@@ -125,7 +127,9 @@ class RouterCore:
             ),
             on_change=self._fleet_changed,
         )
-        self.admission: FifoQueue[AdmissionSeat] = FifoQueue(serving.queue_capacity)
+        self.admission: FifoQueue[AdmissionSeat] = (
+            FairQueue(serving.queue_capacity, weights) if serving.fair_queue else FifoQueue(serving.queue_capacity)
+        )
         self.prefill_queue: FifoQueue[Claim] = FifoQueue()
         self.decode_queue: FifoQueue[Claim] = FifoQueue()
         self.ledger = HandoffLedger()
@@ -143,6 +147,10 @@ class RouterCore:
         self.retained_high_water = 0
         self.inflight = 0
         self.readiness = Readiness(self._readiness_changed)
+        # What the control plane adds: why to turn arrivals away at once ("" if not), metrics, parts of the state document.
+        self.saturation: Callable[[], str] = str
+        self.samples: list[Callable[[], Iterable[Sample]]] = []
+        self.documents: dict[str, Callable[[], Any]] = {}
         self.drain_begun = trio.Event()
         self.events = Broadcast()
         self.idle = trio.Event()
@@ -169,6 +177,9 @@ class RouterCore:
         """The checks that need no body, in the order of the pipeline. Raises `Refusal`."""
         if self.retained >= self.config.retention_limit:
             raise Refusal(Condition.RETENTION_FULL, "the HTTP retention limit is reached; retry later")
+        saturated = self.saturation()
+        if saturated:
+            raise Refusal(Condition.SATURATED, saturated)
         self.retained += 1
         self.retained_high_water = max(self.retained_high_water, self.retained)
         run.retained = True
@@ -230,7 +241,9 @@ class RouterCore:
 
     def metric_samples(self) -> Iterator[Sample]:
         self.ledger.sweep(trio.current_time())
-        return samples(self)
+        yield from samples(self)
+        for source in self.samples:
+            yield from source()
 
     # -- drain ----------------------------------------------------------------------------------------------------------------
 

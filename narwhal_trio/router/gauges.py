@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from narwhal_trio.scheduling.fleet import Hold
 from narwhal_trio.types import Role
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def samples(core: RouterCore) -> Iterator[Sample]:
         "narwhal_retry_credits": core.retry_budget.credits,
         "narwhal_retry_credits_spent_total": core.retry_budget.spent,
         "narwhal_router_ready": int(core.arrival_hold() is None and bool(core.fleet.live())),
-        "narwhal_ejected_instances": sum(not engine.live for engine in core.fleet),
+        "narwhal_ejected_instances": sum(Hold.EJECTED in engine.holds for engine in core.fleet),
     }
     for name, value in plain.items():
         yield name, (), float(value)

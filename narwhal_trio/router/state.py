@@ -8,6 +8,7 @@ import attrs
 import msgspec
 import trio
 
+from narwhal_trio.scheduling.fleet import Hold
 from narwhal_trio.types import Endpoint, Role
 
 if TYPE_CHECKING:
@@ -89,12 +90,14 @@ def state_document(core: RouterCore) -> dict[str, Any]:
         "resident": {
             engine.id: {"prefill": len(engine.prefills), "decode": len(engine.decodes)} for engine in core.fleet
         },
-        "ejected": [e.id for e in core.fleet if not e.live],
+        "ejected": [e.id for e in core.fleet if Hold.EJECTED in e.holds],
+        "draining": [e.id for e in core.fleet if Hold.DRAINING in e.holds],
         "http_pools": {
             "data": attrs.asdict(core.wire.statistics()),
             "control": attrs.asdict(core.control_wire.statistics()),
         },
         "slo": {"ttft_s": core.config.slo.ttft_s, "tpot_s": core.config.slo.tpot_s},
+        **{name: document() for name, document in core.documents.items()},
     }
 
 
