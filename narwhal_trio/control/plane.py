@@ -1,0 +1,210 @@
+"""Everything that runs beside the requests of one router: monitoring, health checks, lifecycle, lease. Put together here, once."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import structlog
+import trio
+
+from narwhal_trio.config import ConfigError, Problem
+from narwhal_trio.control.lag import LagProbe
+from narwhal_trio.control.lifecycle import LifecycleService
+from narwhal_trio.control.liveness import Liveness
+from narwhal_trio.control.monitor import Monitor
+from narwhal_trio.control.probes import EngineProbes
+from narwhal_trio.ha.file_lease import FileLeaseStore
+from narwhal_trio.ha.files import FileWorker, write_atomically
+from narwhal_trio.ha.handoff import HandoffUnusable, apply_handoff, handoff_document, read_handoff
+from narwhal_trio.ha.service import HaService
+from narwhal_trio.scheduling.fleet import Hold
+from narwhal_trio.scheduling.lifecycle import EngineState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from narwhal_trio.config import RouterConfig
+    from narwhal_trio.ha.handoff import HandoffDocument
+    from narwhal_trio.ha.lease import LeaseStore
+    from narwhal_trio.observe.metrics import Sample
+    from narwhal_trio.router.core import RouterCore
+    from narwhal_trio.types import EngineId
+
+__all__ = ["ControlPlane"]
+
+log = structlog.get_logger(__name__)
+
+STATE_WRITE_S = 2.0
+"""Longest time of one write of the hand-over document."""
+
+
+class ControlPlane:
+    """The background of one router. `run` is its only task; leaving it ends everything it started.
+
+    admin_key: bearer of this router's admin routes, which it also shows to the primary that it shadows.
+    lease: where the lease is kept; None makes the configured store. threads: False for simulations on a virtual clock.
+    Raises `ConfigError` for what is configured and can't be had.
+    """
+
+    def __init__(
+        self, core: RouterCore, *, admin_key: str = "", lease: LeaseStore | None = None, threads: bool = True
+    ) -> None:
+        self.core = core
+        self._threads = threads
+        self.lag = LagProbe()
+        self.probes = EngineProbes(core)
+        self.liveness = Liveness(core, self.probes)
+        self.lifecycle = LifecycleService(core, self.probes, wall=time.time, on_readmitted=self._readmitted)
+        self.monitor = Monitor(core)
+        self.monitor.add("liveness", self._liveness)
+        config = core.config
+        self.ha: HaService | None = None
+        if lease is None:
+            lease = _lease_store(config, threads=threads)
+        if lease is not None:
+            self.ha = HaService(core, lease, self._take_over, admin_key=admin_key, wall=time.time)
+        self._state_path = Path(config.recovery.state_path) if config.recovery.state_path else None
+        self._files = FileWorker(threads=threads)
+        # Written only where somebody reads it: a read-only disk is no reason to call monitoring degraded.
+        self._writes_state = self._state_path is not None and (self.ha is not None or config.recovery.resume)
+        if self._writes_state:
+            self.monitor.add("handoff", self._write_state)
+        if config.recovery.resume and self._state_path is not None:
+            self._resume(self._state_path)
+        core.samples.append(self.samples)
+        core.documents |= {
+            "ha": self._ha_document,
+            "monitoring": self._monitoring_document,
+            "lifecycle": self.lifecycle.document,
+        }
+        core.saturation = self.saturation
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Until cancelled. `started()` once it is known whether this router serves at first."""
+        async with trio.open_nursery() as nursery:
+            if self.ha is not None:
+                await nursery.start(self.ha.run)
+            nursery.start_soon(self.monitor.run, name="monitor")
+            nursery.start_soon(self.lifecycle.run, name="lifecycle")
+            if self._threads:  # on a virtual clock no timer is ever late
+                nursery.start_soon(self.lag.run, name="loop lag")
+            task_status.started()
+            try:
+                await trio.sleep_forever()
+            finally:
+                await self._write_last_state()
+
+    def saturation(self) -> str:
+        """Why an arriving request should be turned away at once, "" if it should not."""
+        lag_s = self.lag.lag_s(trio.current_time())
+        return f"router saturated: loop lag {lag_s:.2f}s" if lag_s >= self.core.config.saturation_lag_s else ""
+
+    def handoff(self) -> dict[str, Any]:
+        """The hand-over document."""
+        return handoff_document(self.core, self.lifecycle.machine, wall=time.time())
+
+    # -- stages and hooks
+
+    async def _liveness(self, nursery: trio.Nursery) -> None:
+        await trio.lowlevel.checkpoint()
+        self.liveness.start_due(nursery)
+
+    async def _write_state(self, _nursery: trio.Nursery | None = None) -> None:
+        assert self._state_path is not None
+        data = msgspec.json.encode(self.handoff()) + b"\n"
+        await self._files.run(str(self._state_path), STATE_WRITE_S, write_atomically, self._state_path, data)
+
+    async def _write_last_state(self) -> None:
+        """What the last pass could not know, if it still was ours to say."""
+        in_control = self.core.readiness.controls_fleet(trio.current_time())
+        if self._writes_state and (in_control or (self.ha is not None and self.ha.gave_back)):
+            with trio.move_on_after(STATE_WRITE_S, shield=True):
+                try:
+                    await self._write_state()
+                except OSError as exc:
+                    log.warning("the hand-over document was not written", problem=str(exc))
+
+    def _readmitted(self, engine: EngineId) -> None:
+        self.liveness.forget(engine)
+        self.liveness.readmissions[engine, "verification"] += 1
+
+    def _take_over(self, document: HandoffDocument | None) -> None:
+        """This router is about to serve, after another one or for the first time."""
+        if document is not None:
+            try:
+                apply_handoff(document, self.core, self.lifecycle.machine, wall=time.time())
+            except HandoffUnusable as exc:
+                log.warning("the hand-over document is of no use, starting from the configuration", problem=str(exc))
+        self.liveness.forget()  # ejected engines are asked at once
+
+    def _resume(self, path: Path) -> None:
+        """Start from the document of an earlier process. A missing one is a first start; an unusable one is the operator's to judge."""
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            log.info("nothing to resume from", path=str(path))
+            return
+        except OSError as exc:
+            raise ConfigError([Problem("recovery.state_path", f"cannot be read: {exc}")]) from None
+        try:
+            apply_handoff(read_handoff(data), self.core, self.lifecycle.machine, wall=time.time())
+        except HandoffUnusable as exc:
+            raise ConfigError([Problem("recovery.state_path", f"{path}: {exc}")]) from None
+
+    # -- what others read
+
+    def _ha_document(self) -> dict[str, Any]:
+        if self.ha is not None:
+            return self.ha.document()
+        return {"backend": "none", "ready": True, "standby": False, "epoch": 0, "holder": "", "blocked": ""}
+
+    def _monitoring_document(self) -> dict[str, Any]:
+        return {
+            **self.monitor.document(),
+            "event_loop_lag_s": self.lag.lag_s(trio.current_time()),
+            "event_loop_lag_high_water_s": self.lag.high_water_s,
+            "saturation_threshold_s": self.core.config.saturation_lag_s,
+        }
+
+    def samples(self) -> Iterator[Sample]:
+        """Metrics under the names of `observe.families`."""
+        core, monitor, machine = self.core, self.monitor, self.lifecycle.machine
+        lag_s = self.lag.lag_s(trio.current_time())
+        yield "narwhal_router_lease_epoch", (), float(core.readiness.epoch)
+        yield "narwhal_router_loop_lag_seconds", (), lag_s
+        yield "narwhal_event_loop_lag_seconds", (), lag_s
+        yield "narwhal_event_loop_lag_high_water_seconds", (), self.lag.high_water_s
+        yield "narwhal_saturation_threshold_seconds", (), core.config.saturation_lag_s
+        yield "narwhal_monitoring_degraded", (), float(bool(core.readiness.degraded))
+        yield "narwhal_monitoring_core_consecutive_failures", (), float(monitor.consecutive)
+        yield "narwhal_monitoring_core_failures_total", (), float(monitor.failures)
+        for name, stage in monitor.stages.items():
+            yield "narwhal_monitoring_stage_failures_total", (name,), float(stage.failures)
+            yield "narwhal_monitoring_stage_consecutive_failures", (name,), float(stage.consecutive)
+        for engine in core.fleet:
+            state = machine.state(engine.id)
+            draining = state in (EngineState.DRAINING, EngineState.DEADLINE_EXCEEDED)
+            yield "narwhal_ejected", (engine.id,), float(Hold.EJECTED in engine.holds)
+            yield "narwhal_engine_draining", (engine.id,), float(draining)
+            yield "narwhal_engine_ready_to_stop", (engine.id,), float(machine.ready_to_stop(engine.id))
+            yield "narwhal_engine_lifecycle_state", (engine.id, state.value), 1.0
+        for labels, count in self.liveness.ejections.items():
+            yield "narwhal_engine_ejections_total", labels, float(count)
+        for probe_labels, count in self.liveness.probed.items():
+            yield "narwhal_engine_probes_total", probe_labels, float(count)
+        for labels, count in self.liveness.readmissions.items():
+            yield "narwhal_engine_readmissions_total", labels, float(count)
+
+
+def _lease_store(config: RouterConfig, *, threads: bool) -> LeaseStore | None:
+    ha = config.ha
+    if ha.backend == "none":
+        return None
+    if ha.backend == "file":
+        limit_s = (ha.lease_ttl_s - ha.safety_margin_s) / 2
+        return FileLeaseStore(ha.lease_path, limit_s=limit_s, threads=threads)
+    text = 'etcd leases are not implemented yet; use "file", or "none" for a single router'
+    raise ConfigError([Problem("ha.backend", text)])
