@@ -15,6 +15,7 @@ import msgspec
 import trio
 
 from narwhal_trio.config import ConfigError, Problem, RouterConfig, load_config, read_credentials
+from narwhal_trio.control.plane import ControlPlane
 from narwhal_trio.edge.asgi import AsgiApp
 from narwhal_trio.edge.listen import open_listeners, serve, server_context
 from narwhal_trio.edge.memory import MemoryInbound, MemorySink
@@ -22,7 +23,7 @@ from narwhal_trio.edge.routes import Application
 from narwhal_trio.edge.settings import EdgeSettings, EdgeState
 from narwhal_trio.observe.accounting import Accounting
 from narwhal_trio.observe.journal import Journal
-from narwhal_trio.protocol.identity import Authenticator, KeysError, parse_keys
+from narwhal_trio.protocol.identity import Authenticator, KeyRing, KeysError, parse_keys
 from narwhal_trio.protocol.sse import SseParser
 from narwhal_trio.router.core import RouterCore
 from narwhal_trio.router.request import RequestRun
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from narwhal_trio.edge.listen import Listener
+    from narwhal_trio.ha.lease import LeaseStore
     from narwhal_trio.observe.journal_file import LineFile
     from narwhal_trio.wire.stream import Dialer
 
@@ -131,10 +133,11 @@ class EventStream:
 class Router:
     """An open router. Made by `open_router`; unusable once that block has been left."""
 
-    def __init__(self, core: RouterCore, *, admin_key: str) -> None:
+    def __init__(self, core: RouterCore, control: ControlPlane, *, admin_key: str) -> None:
         self.core = core
+        self.control = control
         self.edge_state = EdgeState()
-        self._app = Application(core, admin_key=admin_key)
+        self._app = Application(core, control, admin_key=admin_key)
 
     @property
     def config(self) -> RouterConfig:
@@ -279,6 +282,7 @@ async def open_router(
     dialer: Dialer | None = None,
     environ: Mapping[str, str] | None = None,
     journal_file: LineFile | None = None,
+    lease: LeaseStore | None = None,
     threads: bool = True,
     seed: int | None = None,
 ) -> AsyncIterator[Router]:
@@ -286,6 +290,7 @@ async def open_router(
 
     config: a `RouterConfig` or the path of a configuration file. dialer: how engines are reached; None means sockets.
     environ: where credentials named by the configuration are looked up; None means the process's environment.
+    lease: where the router lease is kept; None means what `ha.backend` says.
     journal_file, threads=False, seed: for simulations on a virtual clock.
     Raises `ConfigError`. Leaving cancels what is in flight; `router.drain` is the graceful way. An exception of the body comes out
     as itself, not in a group.
@@ -294,7 +299,10 @@ async def open_router(
     if not isinstance(config, RouterConfig):
         config = load_config(config, environ=environ)
     credentials = read_credentials(config, environ)
-    authenticator = _authenticator(config)
+    ring = _key_ring(config)
+    authenticator = Authenticator.of(
+        config.auth.mode, ring.clients, config.auth.trusted_header, config.auth.trusted_proxies
+    )
     books = Accounting(config.slo.ttft_s, config.slo.tpot_s, config.serving.queue_timeout_s)
     failure: Exception | None = None
     meta = {"admission": {"mode": config.serving.admission, "margin": config.serving.admission_margin}}
@@ -309,12 +317,15 @@ async def open_router(
             books,
             journal,
             authenticator=authenticator,
+            weights=ring.weights,
             credential=credentials.engine_api_key,
             seed=seed,
         )
+        control = ControlPlane(core, admin_key=credentials.admin_key, lease=lease, threads=threads)
         nursery.start_soon(_sweep, core, name="sweep idle connections")
+        await nursery.start(control.run)
         try:
-            yield Router(core, admin_key=credentials.admin_key)
+            yield Router(core, control, admin_key=credentials.admin_key)
         except Exception as exc:
             failure = exc
         finally:
@@ -324,20 +335,19 @@ async def open_router(
         raise failure
 
 
-def _authenticator(config: RouterConfig) -> Authenticator:
-    """Who clients are, by the configured mode. Raises `ConfigError` for a keys file that cannot be used."""
+def _key_ring(config: RouterConfig) -> KeyRing:
+    """The clients' keys where `auth.mode` asks for them. Raises `ConfigError` for a keys file that cannot be used."""
     auth = config.auth
-    keys: dict[bytes, str] = {}
     if auth.mode == "api_keys":
         try:
-            keys = parse_keys(Path(auth.keys_file).read_text(encoding="utf-8"))
+            return parse_keys(Path(auth.keys_file).read_text(encoding="utf-8"))
         except KeysError as exc:
             raise ConfigError(
                 [Problem("auth.keys_file", f"{auth.keys_file}: {text}") for text in exc.problems]
             ) from None
         except (OSError, UnicodeDecodeError) as exc:
             raise ConfigError([Problem("auth.keys_file", f"{auth.keys_file}: {exc}")]) from None
-    return Authenticator.of(auth.mode, keys, auth.trusted_header, auth.trusted_proxies)
+    return KeyRing()
 
 
 async def _end_requests(core: RouterCore) -> None:

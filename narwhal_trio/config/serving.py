@@ -103,6 +103,10 @@ class ServingConfig:
         unit="s",
         rule=NOT_NEGATIVE,
     )
+    fair_queue: bool = key(
+        False,
+        "share admission between authenticated clients in weighted turns instead of first come, first served; weights are in the keys file",
+    )
     prefill_concurrency: int = key(
         0,
         "prefills at once per engine. 0 = from profile and engine limits, else none",

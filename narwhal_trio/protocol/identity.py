@@ -15,9 +15,11 @@ from narwhal_trio.outcomes import Condition, Refusal
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["Authenticator", "KeysError", "parse_keys"]
+__all__ = ["Authenticator", "KeyRing", "KeysError", "parse_keys"]
 
-_LINE: Final = re.compile(r"(?P<name>[A-Za-z0-9._@-]{1,64})\s+sha256:(?P<digest>[0-9A-Fa-f]{64})")
+_LINE: Final = re.compile(
+    r"(?P<name>[A-Za-z0-9._@-]{1,64})\s+sha256:(?P<digest>[0-9A-Fa-f]{64})(?:\s+weight=(?P<weight>[0-9]{1,4}(?:\.[0-9]{1,3})?))?"
+)
 _NAME: Final = re.compile(rb"[!-~]{1,128}")
 _BEARER: Final = re.compile(rb"[Bb][Ee][Aa][Rr][Ee][Rr] +(?P<key>[!-~]+)")
 
@@ -32,12 +34,21 @@ class KeysError(ValueError):
         self.problems = list(problems)
 
 
-def parse_keys(text: str) -> dict[bytes, str]:
-    """Digest of each key to its client's name, from lines `NAME sha256:HEX`; blank lines and lines from `#` on are comments.
+@attrs.frozen
+class KeyRing:
+    """clients: digest of each key to its client's name. weights: clients whose share of a fair queue isn't 1."""
+
+    clients: dict[bytes, str] = attrs.field(factory=dict)
+    weights: dict[str, float] = attrs.field(factory=dict)
+
+
+def parse_keys(text: str) -> KeyRing:
+    """Keys from lines `NAME sha256:HEX [weight=N]`; blank lines and what follows a `#` are comments.
 
     A client may have several keys; a key belongs to one client. Raises `KeysError` with all problems.
     """
     keys: dict[bytes, str] = {}
+    weights: dict[str, float] = {}
     problems: list[str] = []
     for number, line in enumerate(text.splitlines(), 1):
         entry = line.partition("#")[0].strip()
@@ -45,8 +56,14 @@ def parse_keys(text: str) -> dict[bytes, str]:
             continue
         match = _LINE.fullmatch(entry)
         if match is None:
-            problems.append(f"line {number}: must be NAME sha256:HEX with 64 hexadecimal digits")
+            problems.append(
+                f"line {number}: must be NAME sha256:HEX with 64 hexadecimal digits, and weight=N if at all"
+            )
             continue
+        if match["weight"] is not None:
+            weights[match["name"]] = float(match["weight"])
+            if not weights[match["name"]]:
+                problems.append(f"line {number}: weight must be above 0")
         digest = bytes.fromhex(match["digest"])
         if keys.setdefault(digest, match["name"]) != match["name"]:
             problems.append(f"line {number}: this key belongs to {keys[digest]} already")
@@ -54,7 +71,7 @@ def parse_keys(text: str) -> dict[bytes, str]:
         problems.append("holds no key")
     if problems:
         raise KeysError(problems)
-    return keys
+    return KeyRing(keys, weights)
 
 
 @attrs.frozen

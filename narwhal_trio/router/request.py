@@ -309,7 +309,7 @@ class RequestRun:
         """A grant from `queue` within what is left of the queue budget, which all waits before prefill share."""
         with self._waiting(stage), trio.move_on_after(self._queue_budget_s):
             try:
-                return await queue.acquire(try_grant)
+                return await queue.acquire_for(self.record.client, try_grant)
             except QueueFull:
                 raise Refusal(Condition.QUEUE_FULL, "the admission queue is full; retry later") from None
         raise Refusal(

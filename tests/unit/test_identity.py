@@ -12,7 +12,9 @@ def _line(name: str, key: str) -> str:
     return f"{name} sha256:{hashlib.sha256(key.encode()).hexdigest()}"
 
 
-KEYS = parse_keys(f"# clients\n{_line('alice', 'ka')}\n\n{_line('bob', 'kb')}  # spare\n{_line('bob', 'kb2')}\n")
+KEYS = parse_keys(
+    f"# clients\n{_line('alice', 'ka')}\n\n{_line('bob', 'kb')}  # spare\n{_line('bob', 'kb2')} weight=2.5\n"
+).clients
 
 
 def _refused(auth: Authenticator, headers: list[tuple[bytes, bytes]], peer: str = "127.0.0.1") -> str:
@@ -55,7 +57,7 @@ def test_anything_else_is_401(headers: list[tuple[bytes, bytes]], says: str) -> 
 
 
 def test_many_keys_are_found_like_few() -> None:
-    keys = parse_keys("\n".join(_line(f"c{n}", f"key{n}") for n in range(500)))
+    keys = parse_keys("\n".join(_line(f"c{n}", f"key{n}") for n in range(500))).clients
     auth = Authenticator("api_keys", keys)
     assert auth.identify([(b"x-api-key", b"key499")], "") == "c499"
     _refused(auth, [(b"x-api-key", b"key500")])
@@ -80,3 +82,9 @@ def test_an_ingress_is_believed_from_its_own_addresses_only() -> None:
     assert "exactly one" in _refused(auth, [], "10.1.2.3")
     assert "exactly one" in _refused(auth, [*named, *named], "10.1.2.3")
     assert "exactly one" in _refused(auth, [(b"x-client", b"two words")], "10.1.2.3")
+
+
+def test_weights_are_read_and_checked() -> None:
+    assert parse_keys(f"{_line('bob', 'k')} weight=2.5\n{_line('eve', 'x')}").weights == {"bob": 2.5}
+    with pytest.raises(KeysError, match="above 0"):
+        parse_keys(f"{_line('bob', 'k')} weight=0")
