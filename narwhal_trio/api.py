@@ -15,7 +15,7 @@ import msgspec
 import trio
 
 from narwhal_trio.config import ConfigError, Problem, RouterConfig, load_config, read_credentials
-from narwhal_trio.control.plane import ControlPlane
+from narwhal_trio.control.plane import ControlPlane, prepare
 from narwhal_trio.edge.asgi import AsgiApp
 from narwhal_trio.edge.listen import open_listeners, serve, server_context
 from narwhal_trio.edge.memory import MemoryInbound, MemorySink
@@ -299,6 +299,7 @@ async def open_router(
     if not isinstance(config, RouterConfig):
         config = load_config(config, environ=environ)
     credentials = read_credentials(config, environ)
+    prepared = prepare(config, lease=lease, threads=threads)
     ring = _key_ring(config)
     authenticator = Authenticator.of(
         config.auth.mode, ring.clients, config.auth.trusted_header, config.auth.trusted_proxies
@@ -321,7 +322,7 @@ async def open_router(
             credential=credentials.engine_api_key,
             seed=seed,
         )
-        control = ControlPlane(core, admin_key=credentials.admin_key, lease=lease, threads=threads)
+        control = ControlPlane(core, prepared, admin_key=credentials.admin_key, threads=threads)
         nursery.start_soon(_sweep, core, name="sweep idle connections")
         await nursery.start(control.run)
         try:

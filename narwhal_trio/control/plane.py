@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import msgspec
 import structlog
 import trio
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from narwhal_trio.router.core import RouterCore
     from narwhal_trio.types import EngineId
 
-__all__ = ["ControlPlane"]
+__all__ = ["ControlPlane", "Prepared", "prepare"]
 
 log = structlog.get_logger(__name__)
 
@@ -41,17 +42,22 @@ STATE_WRITE_S = 2.0
 """Longest time of one write of the hand-over document."""
 
 
+@attrs.frozen
+class Prepared:
+    """lease: where the lease is kept, None for a router alone. predecessor: what to resume from."""
+
+    lease: LeaseStore | None
+    predecessor: HandoffDocument | None
+
+
 class ControlPlane:
     """The background of one router. `run` is its only task; leaving it ends everything it started.
 
     admin_key: bearer of this router's admin routes, which it also shows to the primary that it shadows.
-    lease: where the lease is kept; None makes the configured store. threads: False for simulations on a virtual clock.
-    Raises `ConfigError` for what is configured and can't be had.
+    threads: False for simulations on a virtual clock.
     """
 
-    def __init__(
-        self, core: RouterCore, *, admin_key: str = "", lease: LeaseStore | None = None, threads: bool = True
-    ) -> None:
+    def __init__(self, core: RouterCore, prepared: Prepared, *, admin_key: str = "", threads: bool = True) -> None:
         self.core = core
         self._threads = threads
         self.lag = LagProbe()
@@ -62,18 +68,16 @@ class ControlPlane:
         self.monitor.add("liveness", self._liveness)
         config = core.config
         self.ha: HaService | None = None
-        if lease is None:
-            lease = _lease_store(config, threads=threads)
-        if lease is not None:
-            self.ha = HaService(core, lease, self._take_over, admin_key=admin_key, wall=time.time)
+        if prepared.lease is not None:
+            self.ha = HaService(core, prepared.lease, self._take_over, admin_key=admin_key, wall=time.time)
         self._state_path = Path(config.recovery.state_path) if config.recovery.state_path else None
         self._files = FileWorker(threads=threads)
         # Written only where somebody reads it: a read-only disk is no reason to call monitoring degraded.
         self._writes_state = self._state_path is not None and (self.ha is not None or config.recovery.resume)
         if self._writes_state:
             self.monitor.add("handoff", self._write_state)
-        if config.recovery.resume and self._state_path is not None:
-            self._resume(self._state_path)
+        if prepared.predecessor is not None:
+            self._take_over(prepared.predecessor)
         core.samples.append(self.samples)
         core.documents |= {
             "ha": self._ha_document,
@@ -140,20 +144,6 @@ class ControlPlane:
                 log.warning("the hand-over document is of no use, starting from the configuration", problem=str(exc))
         self.liveness.forget()  # ejected engines are asked at once
 
-    def _resume(self, path: Path) -> None:
-        """Start from the document of an earlier process. A missing one is a first start; an unusable one is the operator's to judge."""
-        try:
-            data = path.read_bytes()
-        except FileNotFoundError:
-            log.info("nothing to resume from", path=str(path))
-            return
-        except OSError as exc:
-            raise ConfigError([Problem("recovery.state_path", f"cannot be read: {exc}")]) from None
-        try:
-            apply_handoff(read_handoff(data), self.core, self.lifecycle.machine, wall=time.time())
-        except HandoffUnusable as exc:
-            raise ConfigError([Problem("recovery.state_path", f"{path}: {exc}")]) from None
-
     # -- what others read
 
     def _ha_document(self) -> dict[str, Any]:
@@ -199,6 +189,14 @@ class ControlPlane:
             yield "narwhal_engine_readmissions_total", labels, float(count)
 
 
+def prepare(config: RouterConfig, *, lease: LeaseStore | None = None, threads: bool = True) -> Prepared:
+    """What a control plane needs from outside, looked for before anything runs.
+
+    lease: where the lease is kept; None makes the configured store. Raises `ConfigError` for what is configured and can't be had.
+    """
+    return Prepared(lease or _lease_store(config, threads=threads), _predecessor(config))
+
+
 def _lease_store(config: RouterConfig, *, threads: bool) -> LeaseStore | None:
     ha = config.ha
     if ha.backend == "none":
@@ -208,3 +206,19 @@ def _lease_store(config: RouterConfig, *, threads: bool) -> LeaseStore | None:
         return FileLeaseStore(ha.lease_path, limit_s=limit_s, threads=threads)
     text = 'etcd leases are not implemented yet; use "file", or "none" for a single router'
     raise ConfigError([Problem("ha.backend", text)])
+
+
+def _predecessor(config: RouterConfig) -> HandoffDocument | None:
+    """The document of an earlier process to resume from. A missing one is a first start; an unusable one is the operator's to judge."""
+    recovery = config.recovery
+    if not recovery.resume:
+        return None
+    try:
+        document = read_handoff(Path(recovery.state_path).read_bytes())
+        document.check_model(config.model)
+    except FileNotFoundError:
+        log.info("nothing to resume from", path=recovery.state_path)
+        return None
+    except (OSError, HandoffUnusable) as exc:
+        raise ConfigError([Problem("recovery.state_path", f"{recovery.state_path}: {exc}")]) from None
+    return document

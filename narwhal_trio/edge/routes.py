@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 
+from narwhal_trio.edge.admin import AdminRoutes, cross_site
 from narwhal_trio.edge.websocket import EventsSession, StreamSession, serve_websocket
 from narwhal_trio.observe import metrics
 from narwhal_trio.outcomes import Refusal
@@ -26,6 +27,7 @@ from narwhal_trio.types import AbortCause, Endpoint, Phase, RequestId
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from narwhal_trio.control.plane import ControlPlane
     from narwhal_trio.core.sink import Headers, Inbound, Sink
     from narwhal_trio.edge.websocket import Detachable
     from narwhal_trio.router.core import RouterCore
@@ -44,9 +46,10 @@ Answer = tuple[int, "Headers", bytes]
 class Application:
     """ASGI-free application object: `await app(inbound, sink)` answers one HTTP request."""
 
-    def __init__(self, core: RouterCore, *, admin_key: str = "") -> None:
+    def __init__(self, core: RouterCore, control: ControlPlane, *, admin_key: str = "") -> None:
         self.core = core
         self._admin_key = admin_key
+        self._operate = AdminRoutes(control)
         self._created = int(time.time())  # wall clock on purpose: `created` is a date for people
         self._pages: dict[str, Callable[[], Answer]] = {
             "/v1/models": self._models,
@@ -55,6 +58,7 @@ class Application:
             "/metrics": self._metrics,
             "/narwhal/state": lambda: _json(200, state_document(core)),
             "/narwhal/requests": lambda: _json(200, requests_document(core)),
+            **self._operate.pages,
         }
 
     async def __call__(self, inbound: Inbound, sink: Sink) -> None:
@@ -66,8 +70,14 @@ class Application:
         if session is not None:
             await serve_websocket(session[0], session[1], max_message=self.core.config.serving.max_request_bytes)
             return
-        status, headers, body = self._answer(inbound)
-        await sink.respond(status, headers, body)
+        if inbound.path in self._operate.actions and inbound.method == "POST" and self._admin(inbound):
+            answer = await self._operate.act(inbound)
+            if answer is None:
+                sink.abort()  # the operator has left, and what was asked for has been undone
+                return
+        else:
+            answer = self._answer(inbound)
+        await sink.respond(*answer)
 
     def _socket_session(self, inbound: Inbound) -> tuple[Detachable, StreamSession | EventsSession] | None:
         """The session of an acceptable WebSocket upgrade; None for everything that gets an ordinary answer."""
@@ -119,6 +129,8 @@ class Application:
             return ("POST",)
         if path in self._pages:
             return ("GET", "HEAD")
+        if path in self._operate.actions:
+            return ("POST",)
         if path in _SOCKETS:
             return ("GET",)
         stem, _, name = path.rpartition("/")
@@ -143,7 +155,7 @@ class Application:
         if self._admin_key:
             given = inbound.header(b"authorization") or b""
             return hmac.compare_digest(given, b"Bearer " + self._admin_key.encode())
-        if any(inbound.header(name) is not None for name in _PROXY_HEADERS):
+        if any(inbound.header(name) is not None for name in _PROXY_HEADERS) or cross_site(inbound):
             return False
         if not inbound.peer:
             return True  # unix socket or in-process

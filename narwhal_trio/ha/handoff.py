@@ -65,6 +65,11 @@ class HandoffDocument(msgspec.Struct):
     counters: dict[str, int]
     lifecycle: _Lifecycle
 
+    def check_model(self, model: str) -> None:
+        """Raises `HandoffUnusable` if the document is about another one."""
+        if self.model != model:
+            raise HandoffUnusable(f"it is about model {self.model!r}, this router serves {model!r}")
+
 
 def handoff_document(core: RouterCore, lifecycle: Lifecycle, *, wall: float) -> dict[str, Any]:
     """The document of this router now. wall: Unix seconds."""
@@ -111,8 +116,7 @@ def apply_handoff(document: HandoffDocument, core: RouterCore, lifecycle: Lifecy
 
     Counters stay with the process that counted. Raises `HandoffUnusable` for another model, with nothing changed.
     """
-    if document.model != core.config.model:
-        raise HandoffUnusable(f"it is about model {document.model!r}, this router serves {core.config.model!r}")
+    document.check_model(core.config.model)
     engines = core.fleet.engines
     for name, role in document.roles.items():
         engine = engines.get(EngineId(name))
