@@ -144,7 +144,8 @@ def test_a_deadline_of_its_own() -> None:
                 frames = await hear_all(socket, "t")
                 assert trio.current_time() - started == pytest.approx(2.5, abs=0.01)
                 assert (frames[-1]["status"], frames[-1]["error"]["code"]) == (504, "request_expired")
-                for bad in (-1, "2", True, []):
+                hostile: list[Any] = [-1, "2", True, []]
+                for bad in hostile:
                     await say(socket, type="create", id="bad", endpoint="completions", body={}, timeout_s=bad)
                     complaint = (await hear_all(socket, "bad"))[-1]
                     assert (complaint["status"], complaint["error"]["param"]) == (400, "timeout_s"), bad
