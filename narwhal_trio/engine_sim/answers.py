@@ -34,7 +34,8 @@ class Shapes:
         self.params = params
         self.request_id = request_id
         self._config = config
-        self._head = {"id": request_id, "object": "", "created": created, "model": config.model}
+        model = params.body.get("model") or config.model
+        self._head = {"id": request_id, "object": "", "created": created, "model": model}
         self._offsets: dict[int, int] = {}
 
     # ---- completions
@@ -128,7 +129,7 @@ class Shapes:
         thought = 0
         for choice, parser in zip(choices, parsers, strict=True):
             message, finish_reason = self._message(choice, parser)
-            thought += parser.reasoning_tokens(choice.ids)
+            thought += self.thoughts(choice.ids, parser)
             shown.append(
                 {
                     "index": choice.index,
@@ -204,6 +205,10 @@ class Shapes:
         if self.params.endpoint == "chat" and self._config.reasoning_parser:
             usage["completion_tokens_details"] = {"reasoning_tokens": thought}
         return usage
+
+    def thoughts(self, ids: Sequence[int], parser: ChatParser) -> int:
+        """How many of a choice's tokens `usage` calls reasoning."""
+        return parser.reasoning_tokens(ids)
 
     def finish_event(self, event: dict[str, Any]) -> None:
         """Mark the last event of a stream without `include_usage`."""

@@ -37,22 +37,32 @@ def hand_off_problem(kv: Any) -> bool:
 
 
 class Completion:
-    """Answers one completion request of the vLLM dialect."""
+    """Answers one completion request of the vLLM dialect. Another dialect overrides what looks different."""
 
     def __init__(self, engine: SimEngine, request: Request, reply: Reply, params: Params) -> None:
         self.engine = engine
         self.request = request
         self.reply = reply
         self.params = params
-        body_id = params.body.get("request_id")
-        rid = request.header("x-request-id") or (body_id if isinstance(body_id, str) else "") or engine.new_id()
-        prefix = "cmpl" if params.endpoint == "completions" else "chatcmpl"
-        self.request.request_id = f"{prefix}-{rid}"
-        self.shapes = Shapes(params, engine.config, self.request.request_id, engine.wall_time())
+        self.request.request_id = self.new_request_id()
+        self.shapes = self.new_shapes()
         self.choices: list[Choice] = []
         self.parsers: list[ChatParser] = []
         self._ended = 0
         self._failure: ApiError | None = None
+
+    def new_request_id(self) -> str:
+        body_id = self.params.body.get("request_id")
+        given = body_id if isinstance(body_id, str) else ""
+        rid = self.request.header("x-request-id") or given or self.engine.new_id()
+        return f"{'cmpl' if self.params.endpoint == 'completions' else 'chatcmpl'}-{rid}"
+
+    def new_shapes(self) -> Shapes:
+        return Shapes(self.params, self.engine.config, self.request.request_id, self.engine.wall_time())
+
+    async def begin_stream(self) -> None:
+        """vLLM opens the stream before it has computed anything: from here on an error is an event."""
+        await self.reply.start()
 
     async def run(self) -> None:
         """Generate and answer. The engine's crash cancels the scope inside; the client's going away cancels everything outside."""
@@ -64,7 +74,7 @@ class Completion:
             for choice in self.choices:
                 owned.enter_context(self.engine.model.run(choice.job))
             if params.stream:
-                await self.reply.start()
+                await self.begin_stream()
             with self.engine.interruptible() as scope:
                 await self._generate()
             if scope.cancelled_caught:
@@ -73,24 +83,31 @@ class Completion:
                 self._failure = ApiError(500, CRASHED, "InternalServerError")
             kv = self._descriptor()
         if self._failure is not None:
-            await self._fail(self._failure)
+            await self.fail(self._failure)
         elif params.stream:
-            await self._end_stream()
+            await self.end_stream()
         else:
             await self.reply.respond(200, self._response(kv))
 
-    def _add_choice(self, number: int, n: int, prompt: list[int]) -> None:
-        params, engine = self.params, self.engine
+    def new_job(self, number: int, n: int, prompt: list[int]) -> Job:
+        params = self.params
         kv = params.kv or {}
         unique = f"{self.request.request_id}-{number}" if params.endpoint == "completions" else self.request.request_id
-        name = f"{unique}-{engine.new_id()[:8]}"
-        job = Job(
+        name = f"{unique}-{self.engine.new_id()[:8]}"
+        return Job(
             f"{n}_{name}" if params.n > 1 else name,
             prompt,
             source=_source_of(kv) if kv.get("do_remote_prefill") else None,
             hand_off=bool(kv.get("do_remote_decode")),
             salt=seed_of(params.cache_salt) if params.cache_salt else 0,
         )
+
+    def new_call_id(self) -> str:
+        return f"chatcmpl-tool-{self.engine.new_id()}"
+
+    def _add_choice(self, number: int, n: int, prompt: list[int]) -> None:
+        params, engine = self.params, self.engine
+        job = self.new_job(number, n, prompt)
         script = script_of(params, engine.config, number)
         self.choices.append(Choice(len(self.choices), job, params, engine.model, script))
         reasons = engine.config.reasoning_parser and thinking_enabled(params.body)
@@ -117,9 +134,9 @@ class Completion:
             while (piece := await choice.next()) is not None:
                 self.request.tokens += len(piece.ids)
                 if self.params.stream:
-                    await self._send(choice, piece)
-        except KvLost:
-            self._failure = ApiError(500, "Internal server error", "InternalServerError")
+                    await self.send(choice, piece)
+        except KvLost as lost:
+            self._failure = self.kv_failure(lost)
         self._ended += 1
         if siblings is not None and (self._failure is not None or self._ended == len(self.choices)):
             siblings.cancel()
@@ -131,9 +148,12 @@ class Completion:
             if trio.current_time() - self.reply.sent_at >= pause:
                 await self.reply.comment("keep-alive")
 
+    def kv_failure(self, lost: KvLost) -> ApiError:  # noqa: ARG002 - vLLM says nothing about the cause
+        return ApiError(500, "Internal server error", "InternalServerError")
+
     # ---- streaming
 
-    async def _send(self, choice: Choice, piece: Piece) -> None:
+    async def send(self, choice: Choice, piece: Piece) -> None:
         prompt = choice.job.prompt
         if self.params.endpoint == "completions":
             event: dict[str, Any] | None = self.shapes.text_event(choice, piece, prompt)
@@ -143,7 +163,8 @@ class Completion:
                 for each in self.choices:
                     await self.reply.event(self.shapes.role_event(each.index, each.job.prompt))
             event = self._chat_event(choice, piece)
-            thought = self.parsers[choice.index].reasoning_tokens(choice.ids) if self.params.continuous_usage else 0
+            continuous = self.params.continuous_usage
+            thought = self.shapes.thoughts(choice.ids, self.parsers[choice.index]) if continuous else 0
         if event is None:
             return
         if self.params.continuous_usage:
@@ -175,12 +196,12 @@ class Completion:
             return None
         return self.shapes.delta_event(choice.index, piece, delta, piece.ids, finish_reason)
 
-    async def _end_stream(self) -> None:
+    async def end_stream(self) -> None:
         if self.params.include_usage:
             prompts = sum(map(len, self.params.prompts))
             outputs = sum(len(choice.ids) for choice in self.choices)
             pairs = zip(self.choices, self.parsers, strict=True)
-            thought = sum(parser.reasoning_tokens(choice.ids) for choice, parser in pairs)
+            thought = sum(self.shapes.thoughts(choice.ids, parser) for choice, parser in pairs)
             await self.reply.event(self.shapes.usage_event(prompts, outputs, thought))
         await self.reply.done()
 
@@ -218,7 +239,7 @@ class Completion:
             "remote_prefill_cached_tokens": job.cached,
         }
 
-    async def _fail(self, error: ApiError) -> None:
+    async def fail(self, error: ApiError) -> None:
         self.request.outcome = "failed"
         if self.params.stream:
             await self.reply.error(error.envelope)

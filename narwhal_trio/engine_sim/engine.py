@@ -18,8 +18,10 @@ import trio
 from narwhal_trio.engine_sim.faults import Faults
 from narwhal_trio.engine_sim.http import Conversation, Request
 from narwhal_trio.engine_sim.model import EngineModel
+from narwhal_trio.engine_sim.rendezvous import Rooms
 from narwhal_trio.engine_sim.reply import Reply, reset
 from narwhal_trio.engine_sim.routes import Routes, leg_of
+from narwhal_trio.engine_sim.sglang_routes import SglangRoutes
 from narwhal_trio.wire.sockets import SocketStream
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ class SimEngine:
         self.faults = Faults(random.Random(f"faults of {config.name}"))
         self.lives = 0
         self.requests: deque[Request] = deque(maxlen=config.request_log)
-        self._routes = Routes(self)
+        self._routes = SglangRoutes(self) if config.dialect == "sglang" else Routes(self)
         self._connections: dict[int, Stream] = {}
         self._accepted = 0
         self._nursery: trio.Nursery | None = None
@@ -86,10 +88,11 @@ class SimEngine:
         self.condition: Literal["up", "crashed", "terminated", "draining", "gone"] = "up"
         self.engine_id = self._uuid()
         self.model = EngineModel(self.config, self.fabric, self.engine_id, self._send_drop)
+        self.rooms = Rooms()
         self.started_at: float | None = None
         register = getattr(self.fabric, "register", None)
         if register is not None:
-            register(self, self.config.advertise_host, self.config.advertise_port)
+            register(self, self.config.advertise_host, self.config.advertise_port, self.config.bootstrap_port)
 
     @property
     def alive(self) -> bool:
@@ -170,7 +173,7 @@ class SimEngine:
 
     def begin(self, request: Request, conn: h11.Connection, stream: Stream) -> Reply:
         """A request has been read: log it and decide what goes wrong with it."""
-        request.leg = leg_of(request)
+        request.leg = leg_of(request, self.config)
         self.requests.append(request)
         self._in_flight += 1
         fault = self.faults.pick(request.path, request.leg, trio.current_time()) if self.faults.rules else None

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from narwhal_trio.engine_sim.blocks import BlockPool, Tag
+    from narwhal_trio.engine_sim.rendezvous import Rooms
     from narwhal_trio.wire.stream import Dialer
 
 __all__ = ["SIDE_ROUTE", "Fabric", "HttpFabric", "MemoryFabric", "PullFailed", "Source"]
@@ -55,6 +56,10 @@ class Fabric(Protocol):
         """Heartbeat for a request that waits in the decode engine's queue. Never raises but `trio.Cancelled`."""
         ...
 
+    def rooms_at(self, host: str, port: int) -> Rooms | None:
+        """The bootstrap server of SGLang's hand-off at this address; None if nobody answers there."""
+        ...
+
     def drop(self, source: Source) -> Callable[[], Awaitable[None]] | None:
         """Tell the producer that the blocks will not be read: at once, or by the returned function, which somebody has to run."""
         ...
@@ -70,6 +75,8 @@ class _Producer(Protocol):
     @property
     def blocks(self) -> BlockPool: ...
     def memory_released(self) -> None: ...
+    @property
+    def rooms(self) -> Rooms: ...
 
 
 class MemoryFabric:
@@ -78,9 +85,11 @@ class MemoryFabric:
     def __init__(self) -> None:
         self._by_id: dict[str, _Producer] = {}
         self._by_address: dict[tuple[str, int], _Producer] = {}
+        self._by_bootstrap: dict[tuple[str, int], _Producer] = {}
 
-    def register(self, engine: _Producer, host: str, port: int) -> None:
+    def register(self, engine: _Producer, host: str, port: int, bootstrap_port: int) -> None:
         """Make an engine's blocks readable at (host, port); a restarted engine registers again under its new id."""
+        self._by_bootstrap[host, bootstrap_port] = engine
         self._by_id = {i: e for i, e in self._by_id.items() if e is not engine}
         self._by_id[engine.engine_id] = engine
         self._by_address[host, port] = engine
@@ -106,6 +115,10 @@ class MemoryFabric:
         await trio.lowlevel.checkpoint()
         if (engine := self._by_id.get(source.engine_id)) is not None and engine.alive:
             engine.blocks.renew(source.request_id, trio.current_time())
+
+    def rooms_at(self, host: str, port: int) -> Rooms | None:
+        engine = self._by_bootstrap.get((host, port))
+        return engine.rooms if engine is not None and engine.alive else None
 
     def drop(self, source: Source) -> None:
         engine = self._by_id.get(source.engine_id)
@@ -138,6 +151,9 @@ class HttpFabric:
 
     async def renew(self, source: Source) -> None:
         await self._notify("renew", source)
+
+    def rooms_at(self, host: str, port: int) -> Rooms | None:  # noqa: ARG002 - SGLang's rooms are for engines of one process
+        return None
 
     def drop(self, source: Source) -> Callable[[], Awaitable[None]]:
         return partial(self._notify, "drop", source)

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["BUSY", "MISSING", "Fault", "Faults", "Leg", "Rule", "overloaded"]
 
 Leg = Literal["prefill", "decode", ""]
-"""What a request is in a hand-off: told by its `kv_transfer_params`, else by the end of its `x-request-id`."""
+"""What a request is in a hand-off.
+
+Told by its `kv_transfer_params`, else by the end of its `x-request-id`; in SGLang by the engine's role.
+"""
 
 
 class _Missing:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from narwhal_trio.engine_sim.config import EngineConfig
     from narwhal_trio.engine_sim.fabric import Fabric, Source
+    from narwhal_trio.engine_sim.rendezvous import Meeting
 
 __all__ = ["EngineModel", "Job", "KvLost"]
 
@@ -35,7 +36,8 @@ class KvLost(Exception):  # noqa: N818 - a verdict, not a fault of ours
 class Job:
     """One sequence: a prompt and what is generated for it. Made by the caller, run by `EngineModel.run`.
 
-    request_id: the engine's internal id. source: where its KV comes from, for the decode leg of a hand-off. hand_off: hold the blocks for a
+    request_id: the engine's internal id. source: where its KV comes from, for the decode leg of a hand-off. meeting:
+    where it meets its other leg, in SGLang's way. hand_off: hold the blocks for a
     decode engine when the sequence ends by its length. salt: prefixes are shared between equal salts only. tags: what its blocks will hold.
     tokens: generated so far. cached: prompt tokens found in memory. foreign: what was read instead of the prompt's own KV, if anything.
     """
@@ -43,6 +45,7 @@ class Job:
     request_id: str
     prompt: Sequence[int]
     source: Source | None = None
+    meeting: Meeting | None = None
     hand_off: bool = False
     salt: int = 0
     tags: list[Tag] = attrs.field(factory=list)
@@ -122,10 +125,15 @@ class EngineModel:
         Raises `KvLost`.
         """
         await self._wait_turn(job)
-        if job.source is not None and await self._pull(job, job.source):
+        if job.meeting is not None and not job.meeting.producer:
+            await self._meet(job, job.meeting)
+            await trio.sleep(self._step_s())
+        elif job.source is not None and await self._pull(job, job.source):
             await trio.sleep(self._step_s())
         else:
             await self._prefill(job)
+            if job.meeting is not None:
+                await job.meeting.give(job.tags)
         now = trio.current_time()
         job.first_token_at = job.last_token_at = now
         self._grow(job)
@@ -211,6 +219,8 @@ class EngineModel:
             # It ends before its KV was read: the producer is told so, by a task of the engine's own.
             source, job.source = job.source, None
             self._send_drop(source)
+        if job.meeting is not None:
+            job.meeting.leave()
         if job in self.running:
             del self.running[job]
             self._kv_tokens -= job.kv_tokens
@@ -248,13 +258,29 @@ class EngineModel:
         self.known_engines.add(source.engine_id)
         seconds = self.config.time.transfer_s(len(job.prompt))
         await trio.sleep(seconds)
+        self._received(job, tags, seconds)
+        return True
+
+    async def _meet(self, job: Job, meeting: Meeting) -> None:
+        """SGLang's decode leg: wait for the prefill leg in their room and take its KV."""
+        if not meeting.possible:
+            self.counters.failed_transfers += 1
+            await trio.sleep(self.config.bootstrap_timeout_s)
+            number = meeting.number
+            raise KvLost(f"KVTransferError(bootstrap_room={number}): Aborted by AbortReq.")
+        tags = await meeting.take()
+        seconds = self.config.time.transfer_s(len(job.prompt))
+        await trio.sleep(seconds)
+        meeting.done()
+        self._received(job, tags, seconds)
+
+    def _received(self, job: Job, tags: Sequence[Tag], seconds: float) -> None:
         self.counters.pulled(seconds, len(job.prompt))
         self.blocks.write(job.blocks, tags, job.salt)
         if list(tags[: len(job.tags)]) != job.tags:
             # Nothing tells the engine. It decodes from what it got.
             job.foreign = tuple(tags)
         job.prefilled_at = trio.current_time()
-        return True
 
     async def _preempt(self, job: Job) -> None:
         self.counters.preemptions += 1

@@ -67,8 +67,7 @@ def check_model(body: Mapping[str, Any], config: EngineConfig) -> None:
 
 
 def read_params(body: Mapping[str, Any], config: EngineConfig, tokenizer: Tokenizer, *, chat: bool) -> Params:
-    """Check a body whose field types are right already. Raises `ApiError`."""
-    check_model(body, config)
+    """Check a body whose field types are right already and whose model is ours. Raises `ApiError`."""
     stream = bool(body.get("stream"))
     options = body.get("stream_options") or {}
     if options and not stream:

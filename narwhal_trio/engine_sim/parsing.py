@@ -29,7 +29,7 @@ _ENDS = frozenset((_TOKENIZER.encode(THINK_END)[0], _TOKENIZER.encode(TOOL)[0], 
 class ChatParser:
     """Parses one choice. `feed` returns deltas in order; `reasoning`, `content` and `calls` hold what has been found so far.
 
-    calls: `{"id", "name", "arguments"}` each. new_id makes the ids of tool calls.
+    calls: `{"id", "name", "arguments"}` each. reasons: whether there is anything to take apart. new_id makes the ids of tool calls.
     """
 
     def __init__(self, *, reasoning: bool, tools: bool, new_id: Callable[[], str]) -> None:
@@ -37,7 +37,7 @@ class ChatParser:
         self.content = ""
         self.calls: list[dict[str, str]] = []
         self.in_reasoning = reasoning
-        self._reasons = reasoning
+        self.reasons = reasoning
         self._tools = tools
         self._new_id = new_id
         self._pending = ""
@@ -56,7 +56,7 @@ class ChatParser:
 
     def reasoning_tokens(self, ids: Sequence[int]) -> int:
         """How many of these output tokens are thoughts: those up to the first closing tag or tool call, without tags and end."""
-        if not self._reasons:
+        if not self.reasons:
             return 0
         count = 0
         for token in ids:

@@ -20,9 +20,11 @@ from narwhal_trio.engine_sim.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from narwhal_trio.engine_sim.config import EngineConfig
     from narwhal_trio.engine_sim.engine import SimEngine
     from narwhal_trio.engine_sim.faults import Leg
     from narwhal_trio.engine_sim.http import Request
+    from narwhal_trio.engine_sim.params import Params
     from narwhal_trio.engine_sim.reply import Reply
 
 __all__ = ["Routes", "leg_of"]
@@ -33,10 +35,12 @@ _PARSE_FAILURE: Final = {"detail": "There was an error parsing the body"}
 _SHUT_DOWN: Final = "cannot schedule new futures after shutdown"
 
 
-def leg_of(request: Request) -> Leg:
+def leg_of(request: Request, config: EngineConfig) -> Leg:
     """Which leg of a hand-off this request is."""
     if request.path not in _COMPLETIONS:
         return ""
+    if config.dialect == "sglang":
+        return config.role
     body = request.body
     if b'"do_remote_decode":true' in body or b'"do_remote_decode": true' in body:
         return "prefill"
@@ -47,7 +51,9 @@ def leg_of(request: Request) -> Leg:
 
 
 class Routes:
-    """The route table of one engine."""
+    """The route table of one vLLM engine; another dialect overrides what differs."""
+
+    checks_model = True
 
     def __init__(self, engine: SimEngine) -> None:
         self.engine = engine
@@ -87,7 +93,7 @@ class Routes:
                 await reply.respond(404, {"detail": "Not Found"})
         except ApiError as error:
             request.outcome = "failed"
-            await reply.respond(error.status, error.body)
+            await reply.respond(error.status, self.error_body(error))
         except BodyUnreadable:
             request.outcome = "failed"
             await reply.respond(400, _PARSE_FAILURE)
@@ -112,9 +118,11 @@ class Routes:
         if engine.condition == "draining":
             error = ApiError(500, _SHUT_DOWN, "InternalServerError")
             request.outcome = "failed"
-            await reply.respond(500, error.body, vary=False)
+            await reply.respond(500, self.error_body(error), vary=False)
             return
         body = read_body(request.body, request.header("content-type") or "", "chat" if chat else "completions")
+        if self.checks_model:
+            check_model(body, engine.config)
         params = read_params(body, engine.config, _TOKENIZER, chat=chat)
         if engine.condition == "crashed" or engine.model.overloaded:
             engine.model.counters.rejected += 1
@@ -123,7 +131,18 @@ class Routes:
             engine.crash()
             if not params.stream:
                 raise ApiError(500, CRASHED, "InternalServerError")
-        await Completion(engine, request, reply, params).run()
+        await self.new_completion(request, reply, params).run()
+
+    def error_body(self, error: ApiError) -> dict[str, Any]:
+        return error.body
+
+    def new_completion(self, request: Request, reply: Reply, params: Params) -> Completion:
+        return Completion(self.engine, request, reply, params)
+
+    @staticmethod
+    def plain_object(request: Request) -> dict[str, Any]:
+        """A body whose fields are looked at one by one."""
+        return read_body(request.body, request.header("content-type") or "", "")
 
     # ---- the others
 
@@ -171,7 +190,7 @@ class Routes:
         await reply.respond(200, {"object": "list", "data": [card]})
 
     async def _tokenize(self, request: Request, reply: Reply) -> None:
-        body = _plain_object(request)
+        body = self.plain_object(request)
         prompt, messages = body.get("prompt"), body.get("messages")
         if not isinstance(messages, list) and not isinstance(prompt, str):
             raise validation_error([_missing_or_type("prompt", body, str), _missing_or_type("messages", body, list)])
@@ -183,7 +202,7 @@ class Routes:
         await reply.respond(200, {**answer, "token_strs": strings})
 
     async def _detokenize(self, request: Request, reply: Reply) -> None:
-        body = _plain_object(request)
+        body = self.plain_object(request)
         check_model(body, self.engine.config)
         tokens = body.get("tokens")
         if not isinstance(tokens, list):
@@ -223,10 +242,6 @@ class _SideRequest(msgspec.Struct):
     engine_id: str
     request_id: str
     blocks: list[int]
-
-
-def _plain_object(request: Request) -> dict[str, Any]:
-    return read_body(request.body, request.header("content-type") or "", "")
 
 
 def _missing_or_type(name: str, body: dict[str, Any], kind: type) -> dict[str, Any]:

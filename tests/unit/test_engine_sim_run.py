@@ -90,6 +90,6 @@ async def test_trios_own_listeners_are_served_too() -> None:
 @pytest.mark.parametrize("field", ["blocks", "block_size", "max_num_seqs"])
 def test_bad_settings_name_the_field(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field} must be at least 1"):
-        EngineConfig(**{field: 0})
+        attrs.evolve(EngineConfig(), **{field: 0})
     with pytest.raises(ValueError, match="prefill_a must be a finite number"):
         TimeModel(prefill_a=float("nan"))
