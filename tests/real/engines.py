@@ -131,12 +131,9 @@ class Engine:
     def spawn(self) -> None:
         """Start the process in a session of its own, so that `stop` can end its children with it."""
         for port in (self.port, self.port + 500):
-            with socket.socket() as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind((HOST, port))
-                except OSError as fault:
-                    raise SystemExit(f"{self.role}: port {port} is taken ({fault.strerror}); set another one") from None
+            # A process that was just killed may hold its ports for a moment after it left the process table.
+            if not wait_for(lambda port=port: port_free(port), 10.0):  # type: ignore[misc]
+                raise SystemExit(f"{self.role}: port {port} is taken; set another one")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.pidfile.parent.mkdir(parents=True, exist_ok=True)
         chosen = {name: value for name, value in os.environ.items() if name.startswith(("NIXL_", "UCX_"))}
@@ -187,6 +184,16 @@ class Engine:
                 if sent == signal.SIGCONT and wait_for(lambda: not any(group(pid)), grace_s):
                     break
         self.pidfile.unlink(missing_ok=True)
+
+
+def port_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
 
 
 def started_at(pid: int) -> str | None:

@@ -21,9 +21,12 @@ flock -n 8 || { echo "run.sh: another run uses $real" >&2; exit 2; }
 
 engines=()
 router=
+step=
 stop() {
   local code=$?
-  trap - EXIT INT TERM HUP
+  trap - EXIT
+  trap '' INT TERM HUP
+  [[ -z $step ]] || { kill -TERM "$step" 2>/dev/null && wait "$step" || true; }
   if [[ -n $router ]]; then
     # A process group of its own; KILL for what a graceful end leaves behind.
     kill -TERM -- "-$router" 2>/dev/null || true
@@ -41,13 +44,23 @@ trap stop EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM HUP
 
-bash "$here/install.sh" 8>&-
+# In the background and waited for: bash runs no trap while a command is in the foreground. Nothing inherits the lock.
+run() {
+  "$@" 8>&- &
+  step=$!
+  local code=0
+  wait "$step" || code=$?
+  step=
+  return "$code"
+}
+
+run bash "$here/install.sh"
 
 # Engines that already run (a developer's `engines.py start`) are used as they are and left running.
 mapfile -t stopped < <("$bin/python" "$here/engines.py" stopped)
 if ((${#stopped[@]} > 0)); then
   engines=("${stopped[@]}")
-  "$bin/python" "$here/engines.py" start "${engines[@]}" 8>&-
+  run "$bin/python" "$here/engines.py" start "${engines[@]}"
 fi
 
 "$bin/python" "$here/engines.py" config >"$real/run/router.toml"
@@ -69,6 +82,7 @@ echo "router: $url"
 mapfile -t addresses < <("$bin/python" "$here/engines.py" urls)
 export NARWHAL_REAL_ROUTER=$url NARWHAL_REAL_PREFILL=${addresses[0]} NARWHAL_REAL_DECODE=${addresses[1]}
 code=0
-(cd "$root" && "$bin/python" -m pytest tests/real -p no:cacheprovider "$@") 8>&- || code=$?
+cd "$root"
+run "$bin/python" -m pytest tests/real -p no:cacheprovider "$@" || code=$?
 ((code == 0)) || { echo "--- end of the router's log ($log)"; tail -30 "$log"; }
 exit "$code"

@@ -102,7 +102,7 @@ def test_trio_scope_is_cancelled_in_a_stream(stack: Stack) -> None:
         return read
 
     with stack.cut_short():
-        assert trio.run(main) == 5
+        assert 5 <= trio.run(main) < 500  # what had already arrived is still read
 
 
 def test_trio_scope_is_cancelled_before_an_object(stack: Stack) -> None:
