@@ -22,7 +22,7 @@ async def ask(router: narwhal_trio.Router) -> str:
     answer = await router.complete(
         "chat.completions", {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 12}, timeout=5.0
     )
-    return answer["choices"][0]["message"]["content"]
+    return str(answer["choices"][0]["message"]["content"])
 
 
 async def read(router: narwhal_trio.Router, enough: int) -> int:
