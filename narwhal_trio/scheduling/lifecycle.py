@@ -378,6 +378,8 @@ class Lifecycle:
         self.wave_id = durable["wave_id"]
         if self.wave_id is not None:
             self._readiness.update(maintenance=f"whole-wave drain {self.wave_id}")
+            for iid in self._fleet.engines:  # one that only this fleet has joins the wave, which returns as one
+                self.records.setdefault(iid, Record(iid, wall, wall, now, wave_id=self.wave_id))
         for iid in self.records:
             self._fleet.hold(iid, Hold.DRAINING)
 
