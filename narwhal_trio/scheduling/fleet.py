@@ -6,7 +6,7 @@ Sums are kept incrementally, so that a placement looks at a few numbers per engi
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import attrs
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from narwhal_trio.scheduling.profile import Profile
     from narwhal_trio.types import RequestId
 
-__all__ = ["Claim", "Engine", "Fleet", "Hold", "Work"]
+__all__ = ["Claim", "ClaimWatch", "Engine", "Fleet", "Hold", "Work"]
 
 
 class Hold(enum.Enum):
@@ -37,6 +37,7 @@ class Work:
     """What one request asks of the fleet, in tokens. Mutable: sizing replaces the estimate, output grows while it streams.
 
     input_tokens: prompt length, an estimate until `exact`. wanted_tokens: the client's limit, None if it set none.
+    output_tokens: output of the current attempt; claims count it.
     """
 
     rid: RequestId
@@ -53,7 +54,11 @@ class Work:
 
 @attrs.define(eq=False)
 class Engine:
-    """One engine's scheduling state. Seats are limits on residents per phase; 0 means none."""
+    """One engine's scheduling state. Seats are limits on residents per phase; 0 means none.
+
+    correction: measured over profiled token interval; multiplies what the profile says. sequence_limit: decodes at once by the engine's
+    own settings, as attested; 0 if not known.
+    """
 
     id: EngineId
     role: Role
@@ -63,6 +68,8 @@ class Engine:
     profile: Profile | None = None
     penalty_s: float = 0.0
     """Added to this engine's prices while it is on probation."""
+    correction: float = 1.0
+    sequence_limit: int = 0
     holds: set[Hold] = attrs.Factory(set)
     prefills: dict[RequestId, Work] = attrs.Factory(dict)
     decodes: dict[RequestId, Work] = attrs.Factory(dict)
@@ -83,6 +90,14 @@ class Engine:
         return seats == 0 or self.residents(role) < seats
 
 
+class ClaimWatch(Protocol):
+    """Told of every claim. Called after the engine's own sums have changed; must not raise, and must not claim or release."""
+
+    def claimed(self, claim: Claim) -> None: ...
+    def grew(self, claim: Claim, tokens: int) -> None: ...
+    def released(self, claim: Claim) -> None: ...
+
+
 class Claim:
     """One request's place on one engine for one phase. A context manager; leaving it frees the place exactly once."""
 
@@ -93,6 +108,7 @@ class Claim:
         self.engine = engine
         self.role = role
         self.work = work
+        work.output_tokens = 0  # whatever an earlier attempt produced is gone with it
         self._tokens = work.length
         self.released = False
         self._seconds = 0.0
@@ -105,11 +121,18 @@ class Claim:
         else:
             engine.decodes[work.rid] = work
             engine.decode_tokens += self._tokens
+        if fleet.watch is not None:
+            fleet.watch.claimed(self)
 
     def grow(self, tokens: int) -> None:
-        """Account for `tokens` more of output held on the engine."""
+        """Account for `tokens` more of output held on the engine by this decode."""
+        if self.released:
+            return
         self._tokens += tokens
+        self.work.output_tokens += tokens
         self.engine.decode_tokens += tokens
+        if self._fleet.watch is not None:
+            self._fleet.watch.grew(self, tokens)
 
     def release(self) -> None:
         if self.released:
@@ -119,11 +142,13 @@ class Claim:
         if self.role is Role.PREFILL:
             del engine.prefills[self.work.rid]
             engine.prefill_tokens -= self._tokens
-            # Float sums drift; an engine without prefills has exactly none.
-            engine.prefill_seconds = engine.prefill_seconds - self._seconds if engine.prefills else 0.0
+            # Float sums drift; an engine without prefills has exactly none, and none has less.
+            engine.prefill_seconds = max(0.0, engine.prefill_seconds - self._seconds) if engine.prefills else 0.0
         else:
             del engine.decodes[self.work.rid]
             engine.decode_tokens -= self._tokens
+        if self._fleet.watch is not None:
+            self._fleet.watch.released(self)
         self._fleet.changed()
 
     def __enter__(self) -> Self:
@@ -134,11 +159,12 @@ class Claim:
 
 
 class Fleet:
-    """All engines by id. `on_change` runs after anything that may let a waiting request through."""
+    """All engines by id. `on_change` runs after anything that may let a waiting request through; `watch` is told of every claim."""
 
     def __init__(self, engines: Iterable[Engine], on_change: Callable[[], None] | None = None) -> None:
         self.engines: dict[EngineId, Engine] = {engine.id: engine for engine in engines}
         self.on_change = on_change
+        self.watch: ClaimWatch | None = None
 
     def __iter__(self) -> Iterator[Engine]:
         return iter(self.engines.values())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import attrs
 
+from narwhal_trio.scheduling.capacity import decode_overload
 from narwhal_trio.types import EngineId, Role
 
 if TYPE_CHECKING:
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 
     from narwhal_trio.scheduling.fleet import Engine, Fleet, Work
 
-__all__ = ["NoEngine", "Placement", "place"]
+__all__ = ["NoEngine", "Placement", "Targets", "place"]
 
 
 class NoEngine(Exception):  # noqa: N818 - an answer to the caller, who turns it into a refusal
@@ -26,12 +28,21 @@ class NoEngine(Exception):  # noqa: N818 - an answer to the caller, who turns it
         self.excluded = excluded
 
 
+@attrs.frozen(kw_only=True)
+class Targets:
+    """The latency targets that a placement tries to meet, seconds."""
+
+    ttft_s: float
+    tpot_s: float
+
+
 @attrs.frozen
 class Placement:
-    """A chosen engine and the cost pair (lower is better) by which it won."""
+    """A chosen engine and the cost pair (lower is better) by which it won. meets_targets: False if no free engine would meet them."""
 
     engine: Engine
     cost: tuple[float, float]
+    meets_targets: bool = True
 
 
 def place(
@@ -41,33 +52,59 @@ def place(
     *,
     exclude: AbstractSet[EngineId] = frozenset(),
     producer: EngineId | None = None,
+    targets: Targets | None = None,
+    other_roles: bool = False,
 ) -> Placement | None:
     """Choose the engine with the least resident work; None if every candidate's seats are taken.
 
-    Cost pairs as in the reference's K.3 without profiles: a prefill prefers engines without resident decode tokens, then the shortest
-    prefill backlog; a decode prefers engines without resident prefills, then the fewest KV tokens held. Ties go to the smaller id.
-    A decode avoids the engine that prefilled it if another can take it. Raises `NoEngine` if waiting cannot help.
+    Cost pairs (the reference's K.3): a prefill prefers engines without resident decode tokens, then the shortest prefill backlog; a
+    decode prefers engines without resident prefills, then the fewest KV tokens held, or with `targets` the most room under the TPOT
+    target. Profiles count only if every candidate has one. Engines that meet the target come before those that don't; ties go to the
+    smaller id. A decode avoids the engine that prefilled it if another can take it.
+
+    other_roles: where no engine of this role is left, take an unpinned one of the other. Raises `NoEngine` if waiting cannot help.
     """
     live = fleet.live(role)
-    if not live:
-        raise NoEngine(role, excluded=False)
     pool = [engine for engine in live if engine.id not in exclude]
+    if not pool and other_roles:
+        pool = [e for e in fleet.live() if e.role is not role and not e.pinned and e.id not in exclude]
     if not pool:
-        raise NoEngine(role, excluded=True)
+        raise NoEngine(role, excluded=bool(live))
     if producer is not None and len(pool) > 1:
         pool = [engine for engine in pool if engine.id != producer]
+    profiled = all(engine.profile is not None for engine in pool)
+    cost_of = _prefill_cost if role is Role.PREFILL else _decode_cost
     best: Placement | None = None
     for engine in pool:
         if not engine.has_seat(role):
             continue
-        if role is Role.PREFILL:
-            if engine.profile is None:
-                backlog = float(engine.prefill_tokens + work.input_tokens)
-            else:
-                backlog = engine.prefill_seconds + engine.profile.prefill_seconds(work.input_tokens)
-            cost = (float(engine.decode_tokens), backlog + engine.penalty_s)
-        else:
-            cost = (float(engine.prefill_tokens), float(engine.decode_tokens + work.length))
-        if best is None or (cost, engine.id) < (best.cost, best.engine.id):
-            best = Placement(engine, cost)
+        cost, meets = cost_of(engine, work, targets, profiled=profiled)
+        if best is None or (not meets, cost, engine.id) < (not best.meets_targets, best.cost, best.engine.id):
+            best = Placement(engine, cost, meets)
     return best
+
+
+_Cost = tuple[tuple[float, float], bool]
+
+
+def _prefill_cost(engine: Engine, work: Work, targets: Targets | None, *, profiled: bool) -> _Cost:
+    if not profiled or engine.profile is None:
+        # Tokens and seconds don't compare: a penalty just makes an engine the last choice.
+        backlog = math.inf if engine.penalty_s else float(engine.prefill_tokens + work.input_tokens)
+        return (float(engine.decode_tokens), backlog), True
+    seconds = engine.prefill_seconds + engine.profile.prefill_seconds(work.input_tokens) + engine.penalty_s
+    return (float(engine.decode_tokens), seconds), targets is None or seconds <= targets.ttft_s
+
+
+def _decode_cost(engine: Engine, work: Work, targets: Targets | None, *, profiled: bool) -> _Cost:
+    if not profiled or engine.profile is None or targets is None:
+        return (float(engine.prefill_tokens), float(engine.decode_tokens + work.length)), True
+    overload = decode_overload(
+        engine,
+        engine.profile,
+        targets.tpot_s,
+        kv_tokens=engine.decode_tokens,
+        requests=len(engine.decodes),
+        more=work.length,
+    )
+    return (float(engine.prefill_tokens), overload), overload <= 0

@@ -1,6 +1,7 @@
 """Measured engine profiles: how long a prefill takes, and how fast a batch decodes. Formulas and field names are the reference's K.1.
 
-All times are seconds, all lengths tokens. A profile's floats are finite and nonnegative, its integers at least 1.
+All times are seconds, all lengths tokens. Floats are finite and nonnegative, integers at least 1: `profile_store` checks that for files,
+whoever builds a `Profile` in code vouches for it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import math
 
 import attrs
 
-__all__ = ["Profile"]
+__all__ = ["Profile", "decode_seats", "prefill_seats"]
 
 
 @attrs.frozen(kw_only=True)
@@ -18,7 +19,8 @@ class Profile:
 
     Prefill of n tokens: `ttft_a*n^2 + ttft_b*n + ttft_c`, plus `ttft_split` once n runs over a scheduling block of
     `ttft_block_tokens` without filling the last one. Decode step of a batch: `tpot_slope*kv_tokens +
-    tpot_request_slope*requests + tpot_intercept`.
+    tpot_request_slope*requests + tpot_intercept`. The `*_min_*` and `*_max_*` fields are the measured ranges, the `*_mape` fields
+    the relative errors of the decode fit: in sample and under leave-one-out cross-validation.
     """
 
     iid: str
@@ -27,12 +29,12 @@ class Profile:
     ttft_c: float
     tpot_slope: float
     tpot_intercept: float
-    decode_min_requests: int = 1
-    decode_max_requests: int = 1
-    decode_min_kv_tokens: int = 1
-    decode_max_kv_tokens: int = 1
-    decode_fit_mape: float = 0.0
-    decode_cv_mape: float = 0.0
+    decode_min_requests: int
+    decode_max_requests: int
+    decode_min_kv_tokens: int
+    decode_max_kv_tokens: int
+    decode_fit_mape: float
+    decode_cv_mape: float
     tpot_request_slope: float = 0.0
     generation_digest: str | None = None
     kv_capacity_tokens: int | None = None
@@ -51,6 +53,8 @@ class Profile:
     cached_max_prefix_tokens: int | None = None
     cached_min_suffix_tokens: int | None = None
     cached_max_suffix_tokens: int | None = None
+
+    # -- prefill --------------------------------------------------------------------------------------------------------------
 
     def prefill_seconds(self, tokens: int) -> float:
         """Time of a cold prefill. Below the shortest measured prompt the fit's value there is taken; beyond the longest it is extended."""
@@ -75,6 +79,8 @@ class Profile:
             return 0.0
         return split
 
+    # -- decode ---------------------------------------------------------------------------------------------------------------
+
     def token_interval(self, kv_tokens: float, requests: float) -> float:
         """Seconds between two tokens of one request in a batch of `requests` that holds `kv_tokens`."""
         return max(0.0, self.tpot_slope * kv_tokens + self.tpot_request_slope * requests + self.tpot_intercept)
@@ -95,7 +101,50 @@ class Profile:
         return min(by_speed, float(self.decode_max_kv_tokens))
 
     def decode_request_limit(self, context_tokens: float) -> int:
-        """Requests of `context_tokens` each that fit into one batch."""
+        """Requests of `context_tokens` each that fit into one batch; 0 for an empty context."""
         if context_tokens <= 0:
             return 0
         return min(self.decode_max_requests, max(1, int(self.token_limit / context_tokens)))
+
+    def decode_rps(self, tpot_s: float, context_tokens: float, output_tokens: float, correction: float = 1.0) -> float:
+        """Requests per second of one shape that this engine decodes within `tpot_s` per token; 0 if it can't, or if the shape's output
+        is shorter than any that was measured.
+
+        context_tokens: mean KV tokens that such a request holds. correction: measured over profiled token interval.
+        """
+        if output_tokens <= 0 or output_tokens < (self.decode_min_output_tokens or 0):
+            return 0.0
+        room = tpot_s / correction - self.tpot_intercept
+        per_request = self.tpot_request_slope + self.tpot_slope * context_tokens
+        requests = self.decode_request_limit(context_tokens)
+        if per_request > 0:
+            requests = min(requests, math.floor(room / per_request))
+        elif room < 0:
+            return 0.0
+        if requests < 1:
+            return 0.0
+        kv_tokens = max(requests * context_tokens, self.decode_min_kv_tokens)
+        interval = self.token_interval(kv_tokens, max(requests, self.decode_min_requests)) * correction
+        if interval > tpot_s:
+            return 0.0
+        return requests / (output_tokens * interval) if interval > 0 else math.inf
+
+
+def prefill_seats(profile: Profile | None, slo_ttft_s: float, mean_input_tokens: float | None) -> int:
+    """Prefills of average length that one engine finishes within the TTFT target, at least 1; 0 (no limit) where either is unknown.
+
+    mean_input_tokens: mean exact prompt length of recent requests. Rule: the reference's C.5.
+    """
+    if profile is None or mean_input_tokens is None:
+        return 0
+    seconds = profile.prefill_seconds(max(1, round(mean_input_tokens)))
+    return max(1, math.floor(slo_ttft_s / seconds)) if seconds > 0 else 0
+
+
+def decode_seats(profile: Profile | None, sequence_limit: int = 0) -> int:
+    """Decodes at once on one engine: the smaller of its own limit and the largest measured batch; 0 (no limit) if neither is known.
+
+    sequence_limit: vLLM's `--max-num-seqs` or SGLang's `--max-running-requests` as attested; 0 if it is not known.
+    """
+    limits = [limit for limit in (sequence_limit, profile.decode_max_requests if profile else 0) if limit > 0]
+    return min(limits, default=0)
