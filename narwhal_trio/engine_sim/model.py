@@ -88,6 +88,8 @@ class EngineModel:
         self._send_drop = send_drop
         self._kv_tokens = 0
         self._prefilling = trio.Lock()
+        # The batch advances in steps that all running sequences share.
+        self._step_began_at = self._step_ends_at = -math.inf
 
     @property
     def overloaded(self) -> bool:
@@ -141,7 +143,14 @@ class EngineModel:
 
     async def step(self, job: Job) -> int:
         """Wait until at least one more token is due and return how many are: more than one if the caller came late."""
-        due = job.last_token_at + self._step_s()
+        last = job.last_token_at
+        if self._step_began_at < last < self._step_ends_at:
+            # The prompt was finished while a step was running: the sequence is in the next one.
+            last = self._step_ends_at
+            await trio.sleep_until(last)
+        if last >= self._step_ends_at:
+            self._step_began_at, self._step_ends_at = last, last + self._step_s()
+        due = self._step_ends_at
         await trio.sleep_until(due)
         count = 0
         now = trio.current_time()

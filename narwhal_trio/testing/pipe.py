@@ -85,7 +85,8 @@ class Pipe:
         self._segments.append((self._arrival(), bytes(data[:count])))
         self._held += count
         self.accepted += count
-        self.readable.unpark_all()
+        if self.readable:
+            self.readable.unpark_all()
         return count
 
     def end(self) -> None:
@@ -146,7 +147,8 @@ class Pipe:
             count += len(part)
         self._held -= count
         self.delivered += count
-        self.writable.unpark_all()
+        if self.writable:
+            self.writable.unpark_all()
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     @property
