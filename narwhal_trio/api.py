@@ -27,6 +27,7 @@ from narwhal_trio.protocol.identity import Authenticator, KeyRing, KeysError, pa
 from narwhal_trio.protocol.sse import SseParser
 from narwhal_trio.router.core import RouterCore
 from narwhal_trio.router.request import RequestRun
+from narwhal_trio.scheduling.profile_store import parse_profiles
 from narwhal_trio.types import AbortCause, Endpoint, RequestId
 from narwhal_trio.wire.stream import SocketDialer
 
@@ -38,13 +39,13 @@ if TYPE_CHECKING:
     from narwhal_trio.edge.listen import Listener
     from narwhal_trio.ha.lease import LeaseStore
     from narwhal_trio.observe.journal_file import LineFile
+    from narwhal_trio.scheduling.profile import Profile
     from narwhal_trio.wire.stream import Dialer
 
 __all__ = ["EventStream", "RequestFailed", "Router", "open_router"]
 
 _EXIT_S = 5.0
 """Longest time for which leaving `open_router` waits for requests of other tasks to come to their end."""
-_SWEEP_S = 1.0
 
 
 class RequestFailed(Exception):  # noqa: N818 - the pinned name of the embedding API
@@ -319,6 +320,7 @@ async def open_router(
             journal,
             authenticator=authenticator,
             weights=ring.weights,
+            profiles=_profiles(config),
             credential=credentials.engine_api_key,
             seed=seed,
         )
@@ -334,6 +336,24 @@ async def open_router(
         nursery.cancel_scope.cancel()
     if failure is not None:
         raise failure
+
+
+def _profiles(config: RouterConfig) -> dict[str, Profile]:
+    """The engines' measured profiles by iid; none where the file is missing. Raises `ConfigError` for a file that cannot be used.
+
+    A fleet is profiled whole or not at all: prices that hold for some of its engines would lead placement astray.
+    """
+    path = config.profiles.path
+    if not path or not Path(path).exists():
+        return {}
+    try:
+        store = parse_profiles(Path(path).read_bytes(), path)
+    except OSError as exc:
+        raise ConfigError([Problem("profiles.path", f"{path}: {exc}")]) from None
+    missing = sorted({engine.iid for engine in config.engines} - store.profiles.keys())
+    if missing:
+        raise ConfigError([Problem("profiles.path", f"{path}: holds no profile of {', '.join(missing)}")])
+    return dict(store.profiles)
 
 
 def _key_ring(config: RouterConfig) -> KeyRing:
@@ -364,10 +384,11 @@ async def _end_requests(core: RouterCore) -> None:
 
 
 async def _sweep(core: RouterCore) -> None:
-    """Close engine connections that have been idle for too long, and hand-offs whose lease has ended."""
+    """Close engine connections that have been idle for too long and hand-offs whose lease has ended; let admission roll its windows."""
     while True:
-        await trio.sleep(_SWEEP_S)
+        await trio.sleep(core.config.controller.monitor_interval_s)
         now = trio.current_time()
         core.wire.sweep(now)
         core.control_wire.sweep(now)
         core.ledger.sweep(now)
+        core.policy.refresh(now)

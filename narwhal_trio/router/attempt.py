@@ -14,6 +14,7 @@ from narwhal_trio.engines.handoff import HandoffInvalid, backend_id
 from narwhal_trio.outcomes import Condition, Outcome
 from narwhal_trio.router.legs import EngineLeg, LegFailure, failure_of_response
 from narwhal_trio.router.relay import relay
+from narwhal_trio.router.seats import decode_seat, prefill_seat
 from narwhal_trio.types import Phase, Role
 from narwhal_trio.wire.client import WireError
 
@@ -34,7 +35,7 @@ async def run_attempt(run: RequestRun) -> Outcome | LegFailure:
 
 async def _sequential(run: RequestRun) -> Outcome | LegFailure:
     core = run.core
-    with await run.take_seat(Role.PREFILL) as claim:
+    with await prefill_seat(run) as claim:
         core.accounting.attempt_started(run.record)
         handoff = await _prefill(run, claim, None)
     if isinstance(handoff, LegFailure):
@@ -43,7 +44,7 @@ async def _sequential(run: RequestRun) -> Outcome | LegFailure:
     entry = core.ledger.open_entry(claim.engine.id, claim.work.input_tokens, now + core.config.kv_lease_s, now)
     run.handoff_entry = entry
     try:
-        with await run.take_seat(Role.DECODE, until=now + core.config.handoff_bound_s) as seat:
+        with await decode_seat(run, now + core.config.handoff_bound_s) as seat:
             return await _decode(run, seat, handoff, None, None)
     finally:
         # Whatever became of the decode leg: if no engine took the cache, its producer holds it until the lease ends.
@@ -52,16 +53,16 @@ async def _sequential(run: RequestRun) -> Outcome | LegFailure:
 
 async def _rendezvous(run: RequestRun) -> Outcome | LegFailure:
     core = run.core
-    with await run.take_seat(Role.PREFILL) as prefill_seat, await run.take_seat(Role.DECODE) as decode_seat:
+    with await prefill_seat(run) as prefill_claim, await decode_seat(run) as decode_claim:
         core.accounting.attempt_started(run.record)
-        meeting = core.rendezvous(prefill_seat.engine.id)
+        meeting = core.rendezvous(prefill_claim.engine.id)
         prefilled = trio.Event()
         prefill_failure: LegFailure | None = None
         result: Outcome | LegFailure | None = None
 
         async def prefill() -> None:
             nonlocal prefill_failure
-            answer = await _prefill(run, prefill_seat, meeting)
+            answer = await _prefill(run, prefill_claim, meeting)
             if isinstance(answer, LegFailure):
                 prefill_failure = answer
                 nursery.cancel_scope.cancel()
@@ -70,7 +71,7 @@ async def _rendezvous(run: RequestRun) -> Outcome | LegFailure:
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(prefill, name=f"prefill {run.rid}")
-            result = await _decode(run, decode_seat, None, meeting, prefilled)
+            result = await _decode(run, decode_claim, None, meeting, prefilled)
             nursery.cancel_scope.cancel()
     if prefill_failure is not None:
         return prefill_failure  # the cause; whatever the decode leg said is its consequence
@@ -114,7 +115,8 @@ async def _prefill(run: RequestRun, claim: Claim, meeting: Rendezvous | None) ->
                 transient=True,
             )
         if handoff is not None and handoff.prompt_tokens is not None:
-            claim.work.input_tokens, claim.work.exact = handoff.prompt_tokens, True
+            _measured(run, claim, handoff.prompt_tokens)
+        core.policy.on_prefill_done(claim.work)
         return handoff
     return LegFailure(
         Condition.ENGINE_TIMEOUT,
@@ -149,3 +151,11 @@ async def _decode(
     )
     run.mark("decode_sent")
     return await relay(run, claim, leg, prefilled)
+
+
+def _measured(run: RequestRun, claim: Claim, tokens: int) -> None:
+    """The producer has counted the prompt: from here on that is its length."""
+    work = claim.work
+    if not work.exact:
+        work.input_tokens, work.exact = tokens, True
+        run.core.policy.on_sized(work, trio.current_time())

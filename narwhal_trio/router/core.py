@@ -19,6 +19,8 @@ from narwhal_trio.engines.handoff import rendezvous
 from narwhal_trio.outcomes import Condition, Refusal
 from narwhal_trio.protocol.identity import Authenticator
 from narwhal_trio.router.gauges import samples
+from narwhal_trio.scheduling.admission_policy import AdmissionPolicy, AdmissionSettings
+from narwhal_trio.scheduling.coverage import missing_engines
 from narwhal_trio.scheduling.fleet import Claim, Engine, Fleet
 from narwhal_trio.scheduling.ledger import HandoffLedger
 from narwhal_trio.scheduling.readiness import Readiness
@@ -28,7 +30,7 @@ from narwhal_trio.wire.client import ConnectFailed, Wire
 from narwhal_trio.wire.stream import Address, parse_address
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from narwhal_trio.config import RouterConfig
     from narwhal_trio.core.sink import Headers
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from narwhal_trio.observe.metrics import Sample
     from narwhal_trio.observe.record import Record
     from narwhal_trio.router.request import RequestRun
+    from narwhal_trio.scheduling.profile import Profile
     from narwhal_trio.wire.stream import Dialer, Stream
 
 __all__ = ["AdmissionSeat", "RouterCore", "TimedDialer"]
@@ -91,6 +94,7 @@ class RouterCore:
         *,
         authenticator: Authenticator | None = None,
         weights: dict[str, float] | None = None,
+        profiles: Mapping[str, Profile] | None = None,
         credential: str = "",
         seed: int | None = None,
     ) -> None:
@@ -122,6 +126,7 @@ class RouterCore:
                     engine.pin,
                     prefill_seats=serving.prefill_concurrency,
                     decode_seats=serving.decode_concurrency,
+                    profile=(profiles or {}).get(engine.iid),
                 )
                 for engine in config.engines
             ),
@@ -133,6 +138,7 @@ class RouterCore:
         self.prefill_queue: FifoQueue[Claim] = FifoQueue()
         self.decode_queue: FifoQueue[Claim] = FifoQueue()
         self.ledger = HandoffLedger()
+        self.policy = AdmissionPolicy(AdmissionSettings.of(config), self.fleet, self.ledger)
         self.retry_policy = RetryPolicy(serving.max_attempts, serving.retry_base_s, serving.retry_cap_s)
         self.retry_budget = RetryBudget(serving.retry_budget, serving.retry_replenish)
         # A decode engine that waits for a rendezvous answers its head at once and then stays silent (measured: over 45 s).
@@ -146,6 +152,8 @@ class RouterCore:
         self.retained = 0
         self.retained_high_water = 0
         self.inflight = 0
+        self.other_roles = False
+        """Whether placement may fall back to unpinned engines of the other role; readiness and coverage count alike."""
         self.readiness = Readiness(self._readiness_changed)
         # What the control plane adds: why to turn arrivals away at once ("" if not), metrics, parts of the state document.
         self.saturation: Callable[[], str] = str
@@ -186,7 +194,7 @@ class RouterCore:
         hold = self.arrival_hold()
         if hold is not None:
             raise hold
-        if not self.fleet.live():
+        if self.missing_engines():
             raise Refusal(Condition.NO_ENGINE_ON_ARRIVAL, "no engine is available")
 
     def try_admission_seat(self) -> AdmissionSeat | None:
@@ -213,6 +221,10 @@ class RouterCore:
         run = self.running.get(rid)
         return run is not None and run.lifetime.abort(cause)
 
+    def missing_engines(self) -> str:
+        """What the fleet lacks to serve anybody; "" if nothing."""
+        return missing_engines(self.fleet, other_roles=self.other_roles)
+
     # -- fleet and readiness ---------------------------------------------------------------------------------------------------
 
     def _fleet_changed(self) -> None:
@@ -221,10 +233,10 @@ class RouterCore:
 
     def _readiness_changed(self) -> None:
         """A hold ends all waiting at once, and its end lets it begin again."""
-        now, live = trio.current_time(), len(self.fleet.live())
-        self.events.publish(
-            "readiness", status=self.readiness.status(now, live=live), reason=self.readiness.reason(now, live=live)
-        )
+        if self.events:
+            now, missing = trio.current_time(), self.missing_engines()
+            status, reason = self.readiness.status(now, missing=missing), self.readiness.reason(now, missing=missing)
+            self.events.publish("readiness", status=status, reason=reason)
         self.admission.pump()
         self._fleet_changed()
 

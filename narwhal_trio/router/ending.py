@@ -88,6 +88,10 @@ def settle(run: RequestRun) -> None:
     measure(record, run.ledgers, accounting=core.dialect.accounting(run.endpoint))
     record.conclude(run.outcome, ended_at=trio.current_time(), output_started=run.sink.committed and run.streaming)
     core.closed(run)
+    if run.work is not None:
+        if record.terminal is Terminal.COMPLETED:
+            core.policy.on_completed(run.work, record.output_len, trio.current_time())
+        core.policy.on_settled(run.work)
     core.accounting.settle(record)
     if record.terminal is Terminal.COMPLETED and record.attempts == 1:
         core.retry_budget.deposit()

@@ -35,7 +35,7 @@ def samples(core: RouterCore) -> Iterator[Sample]:
         "narwhal_waiting_decode": len(core.decode_queue),
         "narwhal_retry_credits": core.retry_budget.credits,
         "narwhal_retry_credits_spent_total": core.retry_budget.spent,
-        "narwhal_router_ready": int(core.arrival_hold() is None and bool(core.fleet.live())),
+        "narwhal_router_ready": int(core.arrival_hold() is None and not core.missing_engines()),
         "narwhal_ejected_instances": sum(Hold.EJECTED in engine.holds for engine in core.fleet),
     }
     for name, value in plain.items():

@@ -31,6 +31,9 @@ __all__ = ["relay"]
 _TAIL_S = 0.5
 """How long a finished stream's connection may take to end its body properly, so that it can be used again."""
 
+_SLOW_CLIENT_S = 0.001
+"""A write that takes longer has kept the router from reading its engine."""
+
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -75,6 +78,7 @@ class _Relay:
         fold, timer = self.fold, self.timer
         run, claim = self.run, self.claim
         counted, started = 0, False
+        last_at: float | None = None  # of the last read with output, unless the client kept us from reading since
         while True:
             if fold.output_started:
                 self.waiting = _Wait.NEXT_BYTES
@@ -90,8 +94,13 @@ class _Relay:
                 counted += fresh
                 claim.grow(fresh)
                 run.core.accounting.tokens_observed(run.record, fresh)
+                if last_at is not None:
+                    run.core.policy.on_tokens(claim.engine, fresh, now - last_at, now)
+                last_at = now
             if out:
                 await self._write(out)
+                if trio.current_time() - now > _SLOW_CLIENT_S:
+                    last_at = None  # the next gap is the client's doing, not the engine's
             if fold.done or fold.fault is not None or data is None:
                 return fold.fault
 
@@ -99,6 +108,9 @@ class _Relay:
         run = self.run
         run.record.mark("first_token", now)
         run.accept_handoff()
+        prefilled = run.record.milestones.get("prefilled")
+        if prefilled is not None:
+            run.core.policy.on_first_token(self.claim.engine, max(0.0, now - run.arrived_at - prefilled), now)
         if self.prefilled is not None:
             await self.prefilled.wait()  # never forward decode output before prefill is known good
         run.phase = Phase.STREAM

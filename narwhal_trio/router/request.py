@@ -11,13 +11,11 @@ crosses the nursery is a bug.
 from __future__ import annotations
 
 import uuid
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 import trio
 
-from narwhal_trio.core.fifo import QueueFull
 from narwhal_trio.core.lifetime import Lifetime
 from narwhal_trio.core.sink import BodyFault, BodyTooLarge
 from narwhal_trio.observe.record import AttemptFailure, Record
@@ -26,19 +24,16 @@ from narwhal_trio.protocol.deadline import Deadline, parse_deadline
 from narwhal_trio.protocol.request import SIZED_REFUSALS, CompletionRequest, client_rid, parse_request
 from narwhal_trio.router.attempt import LegFailure, run_attempt
 from narwhal_trio.router.ending import aborted, conclude, settle
-from narwhal_trio.scheduling.fleet import Claim, Work
+from narwhal_trio.router.seats import admission_seat
+from narwhal_trio.scheduling.fleet import Work
 from narwhal_trio.scheduling.ledger import HandoffResult
-from narwhal_trio.scheduling.placement import NoEngine, place
 from narwhal_trio.scheduling.retry import RetryVerdict
 from narwhal_trio.types import AbortCause, Endpoint, EngineId, Phase, RequestId, Role
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from narwhal_trio.core.fifo import FifoQueue
     from narwhal_trio.core.sink import Headers, Inbound, Sink
     from narwhal_trio.protocol.tokens import TokenLedger
-    from narwhal_trio.router.core import AdmissionSeat, RouterCore
+    from narwhal_trio.router.core import RouterCore
     from narwhal_trio.scheduling.ledger import HandoffEntry
 
 __all__ = ["RequestRun"]
@@ -99,7 +94,8 @@ class RequestRun:
         self.record.deadline_asked_s = self.deadline.asked_s
         self.record.deadline_s = self.deadline.budget_s
         self.lifetime = Lifetime(self.arrived_at + self.deadline.budget_s)
-        self._queue_budget_s = limits.queue_timeout_s or float("inf")
+        self.queue_budget_s = limits.queue_timeout_s or float("inf")
+        """What is left of the time that the request may wait before its prefill, seconds."""
 
     # -- the way through ---------------------------------------------------------------------------------------------------
 
@@ -136,8 +132,7 @@ class RequestRun:
             self._gate()
             body = await self._read_body()
             self._interpret(body)
-            self.phase = Phase.QUEUE
-            with await self._admission_seat():
+            with await admission_seat(self):
                 seated_at = trio.current_time()
                 try:
                     return await self._attempts()
@@ -191,13 +186,12 @@ class RequestRun:
             self.request.wanted_tokens,
             exact=exact is not None,
         )
+        if self.work.exact:
+            self.core.policy.on_sized(self.work, trio.current_time())
         self.record.input_sized = True
         self.record.stream = self.request.stream
         self.record.wanted_len = self.request.wanted_tokens
         self.mark("sized")
-
-    async def _admission_seat(self) -> AdmissionSeat:
-        return await self._queued(self.core.admission, self.core.try_admission_seat, "admission")
 
     async def _attempts(self) -> Outcome:
         self.mark("admitted")
@@ -270,65 +264,6 @@ class RequestRun:
             detail=failure.detail,
             retry=verdict.value,
         )
-
-    # -- seats ---------------------------------------------------------------------------------------------------------------
-
-    async def take_seat(self, role: Role, *, until: float = float("inf")) -> Claim:
-        """A place on an engine for one leg, in FIFO order.
-
-        A prefill seat is waited for within what is left of the queue budget; a decode seat until `until`, the instant at which the
-        hand-off becomes too old. No checkpoint lies between the grant and the caller's `with`.
-        """
-        work = self.work
-        assert work is not None
-
-        def try_place() -> Claim | None:
-            hold = self.core.hold(role)
-            if hold is not None:
-                raise hold
-            try:
-                placement = place(self.core.fleet, work, role, exclude=self.excluded[role], producer=self.producer)
-            except NoEngine as exc:
-                raise Refusal(Condition.NO_ENGINE, "no engine is available for this request", detail=str(exc)) from None
-            return None if placement is None else self.core.fleet.claim(placement.engine, role, work)
-
-        if role is Role.PREFILL:
-            self.phase = Phase.PREFILL_SEAT
-            self.producer = None
-            claim = await self._queued(self.core.prefill_queue, try_place, "prefill")
-            self.producer = self.record.prefill_iid = claim.engine.id
-            return claim
-        self.phase = Phase.DECODE_SEAT
-        with self._waiting("decode"), trio.move_on_at(until):
-            claim = await self.core.decode_queue.acquire(try_place)
-            self.record.decode_iid = claim.engine.id
-            return claim
-        raise Refusal(Condition.HANDOFF_EXPIRED, "the KV hand-off became too old while waiting for a decode seat")
-
-    async def _queued(self, queue: FifoQueue[T], try_grant: Callable[[], T | None], stage: str) -> T:
-        """A grant from `queue` within what is left of the queue budget, which all waits before prefill share."""
-        with self._waiting(stage), trio.move_on_after(self._queue_budget_s):
-            try:
-                return await queue.acquire_for(self.record.client, try_grant)
-            except QueueFull:
-                raise Refusal(Condition.QUEUE_FULL, "the admission queue is full; retry later") from None
-        raise Refusal(
-            Condition.QUEUE_EXPIRED,
-            f"the request waited {self.core.config.serving.queue_timeout_s:g} s for a seat (serving.queue_timeout_s)",
-        )
-
-    @contextmanager
-    def _waiting(self, stage: str) -> Iterator[None]:
-        """Book the time spent in one queue, and take it off the queue budget where that applies."""
-        started = trio.current_time()
-        try:
-            yield
-        finally:
-            waited = trio.current_time() - started
-            waits = self.record.queue_waits
-            setattr(waits, stage, (getattr(waits, stage) or 0.0) + waited)
-            if stage != "decode":
-                self._queue_budget_s = max(0.0, self._queue_budget_s - waited)
 
     # -- the end ---------------------------------------------------------------------------------------------------------------
 

@@ -22,14 +22,14 @@ __all__ = ["health_document", "ready_document", "request_document", "requests_do
 def health_document(core: RouterCore) -> dict[str, Any]:
     """Always answered with 200: `status` says in what state the router is, not whether it takes work."""
     live = len(core.fleet.live())
-    status = core.readiness.status(trio.current_time(), live=live)
+    status = core.readiness.status(trio.current_time(), missing=core.missing_engines())
     return {"status": status, "instances": len(core.fleet.engines), "available_instances": live}
 
 
 def ready_document(core: RouterCore) -> dict[str, Any]:
     """`status` is `ready` or `not_ready`; `reason` is the first thing that keeps completions away."""
     now, readiness = trio.current_time(), core.readiness
-    reason = readiness.reason(now, live=len(core.fleet.live()))
+    reason = readiness.reason(now, missing=core.missing_engines())
     return {
         "status": "not_ready" if reason else "ready",
         "control_ready": readiness.control_ready(now),

@@ -1,0 +1,188 @@
+"""Waiting for a seat: the admission seat, then one place on an engine per leg. FIFO, bounded, re-priced while it lasts.
+
+Nobody ahead and something free costs no scope and no task. Whoever has to wait does so in a cancel scope whose deadline is the queue
+budget, beside a task that prices the request anew at the instant at which it would be over the TTFT budget. Between a grant and the
+caller's `with` block a seat is owned by a local variable here, and given back if a cancellation falls between.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import trio
+
+from narwhal_trio.core.fifo import QueueFull
+from narwhal_trio.outcomes import Condition, Refusal
+from narwhal_trio.scheduling.placement import NoEngine, place
+from narwhal_trio.types import Phase, Role
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from narwhal_trio.core.fifo import FifoQueue
+    from narwhal_trio.router.core import AdmissionSeat
+    from narwhal_trio.router.request import RequestRun
+    from narwhal_trio.scheduling.fleet import Claim, Engine
+
+__all__ = ["admission_seat", "decode_seat", "prefill_seat"]
+
+
+class _Seat(Protocol):
+    def __exit__(self, *_exc: object) -> None: ...
+
+
+S = TypeVar("S", bound=_Seat)
+
+
+async def admission_seat(run: RequestRun) -> AdmissionSeat:
+    """One of `serving.max_connections` seats. Raises `Refusal`: queue full, queue expired, over budget, a hold that began meanwhile."""
+    run.phase = Phase.QUEUE
+    return await _seat(run, run.core.admission, run.core.try_admission_seat, "admission", priced=True)
+
+
+async def prefill_seat(run: RequestRun) -> Claim:
+    """A place on a prefill engine, within what is left of the queue budget. Raises `Refusal`."""
+    core, work = run.core, run.work
+    assert work is not None
+    run.phase = Phase.PREFILL_SEAT
+    run.producer = None
+    attempt = run.record.attempts + 1
+
+    def try_place() -> Claim | None:
+        engine = _placed(run, Role.PREFILL)
+        if engine is None:
+            return None
+        now = trio.current_time()
+        _check_time_left(run, engine, now)
+        judgement = core.policy.judge_placement(work, engine, now=now, arrived=run.arrived_at, attempt=attempt)
+        if judgement.price is not None:
+            run.record.admission_price = judgement.price
+        if judgement.refusal is not None:
+            raise judgement.refusal
+        return core.fleet.claim(engine, Role.PREFILL, work)
+
+    claim = await _seat(run, core.prefill_queue, try_place, "prefill", priced=attempt == 1)
+    run.producer = run.record.prefill_iid = claim.engine.id
+    return claim
+
+
+async def decode_seat(run: RequestRun, until: float = math.inf) -> Claim:
+    """A place on a decode engine; waited for until `until`, the instant at which the hand-off becomes too old. Raises `Refusal`."""
+    core, work = run.core, run.work
+    assert work is not None
+    run.phase = Phase.DECODE_SEAT
+
+    def try_place() -> Claim | None:
+        engine = _placed(run, Role.DECODE)
+        return None if engine is None else core.fleet.claim(engine, Role.DECODE, work)
+
+    claim = core.decode_queue.acquire_nowait(try_place)
+    if claim is None:
+        started = trio.current_time()
+        try:
+            with trio.move_on_at(until):
+                claim = await core.decode_queue.acquire(try_place)
+        finally:
+            _book_wait(run, "decode", started)
+        if claim is None:
+            raise Refusal(Condition.HANDOFF_EXPIRED, "the KV hand-off became too old while waiting for a decode seat")
+    else:
+        _book_wait(run, "decode", None)
+    run.record.decode_iid = claim.engine.id
+    return claim
+
+
+def _placed(run: RequestRun, role: Role) -> Engine | None:
+    """The engine to use now, None to wait. Raises `Refusal`."""
+    hold = run.core.hold(role)
+    if hold is not None:
+        raise hold
+    assert run.work is not None
+    try:
+        placement = place(run.core.fleet, run.work, role, exclude=run.excluded[role], producer=run.producer)
+    except NoEngine as exc:
+        raise Refusal(Condition.NO_ENGINE, "no engine is available for this request", detail=str(exc)) from None
+    return None if placement is None else placement.engine
+
+
+def _check_time_left(run: RequestRun, engine: Engine, now: float) -> None:
+    """Work that cannot be done in time is not begun: the deadline ends it here instead of on the engine."""
+    if engine.profile is None or run.work is None:
+        return
+    needs = engine.profile.prefill_seconds(run.work.input_tokens)
+    left = run.lifetime.deadline_at - now
+    if left < needs:
+        raise Refusal(
+            Condition.REQUEST_EXPIRED,
+            f"{max(left, 0.0):.3f} s of the deadline are left and the prefill alone takes {needs:.3f} s: not begun",
+        )
+
+
+async def _seat(
+    run: RequestRun, queue: FifoQueue[S], try_grant: Callable[[], S | None], stage: str, *, priced: bool
+) -> S:
+    await trio.lowlevel.checkpoint_if_cancelled()
+    seat = queue.acquire_nowait(try_grant)
+    if seat is not None:
+        _book_wait(run, stage, None)
+        return seat
+    started = trio.current_time()
+    try:
+        return await _wait(run, queue, try_grant, priced=priced and run.core.policy.settings.predictive)
+    except QueueFull:
+        raise Refusal(Condition.QUEUE_FULL, "the admission queue is full; retry later") from None
+    finally:
+        run.queue_budget_s = max(0.0, run.queue_budget_s - _book_wait(run, stage, started))
+
+
+async def _wait(run: RequestRun, queue: FifoQueue[S], try_grant: Callable[[], S | None], *, priced: bool) -> S:
+    work, policy = run.work, run.core.policy
+    assert work is not None
+    scope = trio.CancelScope(deadline=trio.current_time() + run.queue_budget_s)
+    refusal: Refusal | None = None
+
+    async def watch_price() -> None:
+        nonlocal refusal
+        while True:
+            verdict = policy.judge_waiting(work, now=trio.current_time(), arrived=run.arrived_at, sized=work.exact)
+            if verdict.refusal is not None:
+                refusal = verdict.refusal
+                scope.cancel()
+                return
+            await trio.sleep_until(verdict.give_up_at)
+
+    seat: S | None = None
+    try:
+        async with trio.open_nursery() as nursery:
+            with scope:
+                if priced:
+                    nursery.start_soon(watch_price)
+                try:
+                    seat = await queue.acquire_for(run.record.client, try_grant)
+                except (Refusal, QueueFull) as exc:
+                    failure: Exception | None = exc  # a value inside the nursery: it must not leave in a group
+                else:
+                    failure = None
+            nursery.cancel_scope.cancel()
+    except BaseException:
+        if seat is not None:
+            seat.__exit__()
+        raise
+    if seat is not None:
+        return seat
+    if scope.cancelled_caught:
+        raise refusal or Refusal(
+            Condition.QUEUE_EXPIRED,
+            f"the request waited {run.core.config.serving.queue_timeout_s:g} s for a seat (serving.queue_timeout_s)",
+        )
+    assert failure is not None
+    raise failure
+
+
+def _book_wait(run: RequestRun, stage: str, started: float | None) -> float:
+    """Add the time spent in one queue to the record; returns it. started: None where nobody had to wait."""
+    waited = 0.0 if started is None else trio.current_time() - started
+    waits = run.record.queue_waits
+    setattr(waits, stage, (getattr(waits, stage) or 0.0) + waited)
+    return waited
