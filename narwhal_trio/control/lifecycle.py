@@ -67,7 +67,7 @@ class LifecycleService:
         self._wall = wall
         self._on_readmitted = on_readmitted
         self._order_came = trio.Event()
-        self.machine = Lifecycle(core.fleet, core.readiness, self._note)
+        self.machine = Lifecycle(core.fleet, core.readiness, self._note, other_roles=core.other_roles)
 
     async def run(self) -> None:
         """Watch drains until cancelled: notice when they are complete, and end what is left at their deadline if so ordered."""
@@ -228,7 +228,7 @@ class LifecycleService:
             "schema_version": SCHEMA_VERSION,
             "router": {
                 "controls_fleet": readiness.controls_fleet(now),
-                "ready": not readiness.reason(now, live=len(self._core.fleet.live())),
+                "ready": not readiness.reason(now, missing=self._core.missing_engines()),
             },
             "wave": {
                 "id": machine.wave_id,

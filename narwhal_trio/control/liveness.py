@@ -14,8 +14,8 @@ import structlog
 import trio
 
 from narwhal_trio.control.probes import ProbeResult
+from narwhal_trio.scheduling.coverage import covered
 from narwhal_trio.scheduling.fleet import Hold
-from narwhal_trio.scheduling.lifecycle import covered
 
 if TYPE_CHECKING:
     from narwhal_trio.control.probes import EngineProbes, Probe
@@ -80,10 +80,13 @@ class Liveness:
         every = recovery.liveness_every
         if Hold.EJECTED in engine.holds:
             # While its role has no engine at all, nothing is worth more than to know when this one is back.
-            every = recovery.readmit_every if covered(self._core.fleet, engine.id) else 1
+            every = recovery.readmit_every if self._covered(engine) else 1
         if not every:
             return False
         return watch.asked_at is None or self._passes - watch.asked_at >= every
+
+    def _covered(self, engine: Engine) -> bool:
+        return covered(self._core.fleet, engine.id, other_roles=self._core.other_roles)
 
     async def _check(self, engine: Engine, watch: _Watch) -> None:
         try:
@@ -110,7 +113,7 @@ class Liveness:
         watch.detail = probe.detail
         if Hold.EJECTED in engine.holds or watch.misses < self._core.config.recovery.liveness_misses:
             return
-        if probe.result is ProbeResult.SILENT and not covered(self._core.fleet, engine.id):
+        if probe.result is ProbeResult.SILENT and not self._covered(engine):
             # It may be merely busy, and without it nobody is served at all. An engine that refuses can serve nobody anyhow.
             if watch.misses == self._core.config.recovery.liveness_misses:
                 log.warning("engine is silent, kept as the last of its role", engine=engine.id, role=engine.role.value)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
+from narwhal_trio.scheduling.coverage import covered
 from narwhal_trio.scheduling.fleet import Hold
 from narwhal_trio.types import EngineId
 
@@ -37,7 +38,6 @@ __all__ = [
     "Record",
     "Residents",
     "Validation",
-    "covered",
 ]
 
 EVENTS_KEPT: Final = 200
@@ -143,20 +143,19 @@ class Validation:
     wave: bool
 
 
-def covered(fleet: Fleet, engine_id: EngineId) -> bool:
-    """Whether the engine's role still has a live engine without it."""
-    engine = fleet.engines[engine_id]
-    return any(other is not engine for other in fleet.live(engine.role))
-
-
 class Lifecycle:
     """The records of one fleet. Holds engines in `fleet`, and the whole router through `readiness` during a whole-wave action.
 
-    on_event: called with each event's fields, `action` first among them.
+    on_event: called with each event's fields, `action` first among them. other_roles: as in placement.
     """
 
     def __init__(
-        self, fleet: Fleet, readiness: Readiness, on_event: Callable[[Mapping[str, Any]], None] = lambda _event: None
+        self,
+        fleet: Fleet,
+        readiness: Readiness,
+        on_event: Callable[[Mapping[str, Any]], None] = lambda _event: None,
+        *,
+        other_roles: bool = False,
     ) -> None:
         self.records: dict[EngineId, Record] = {}
         self.wave_id: str | None = None
@@ -164,6 +163,7 @@ class Lifecycle:
         self._fleet = fleet
         self._readiness = readiness
         self._on_event = on_event
+        self._other_roles = other_roles
         self._wave_announced = False
 
     def state(self, engine_id: EngineId) -> EngineState:
@@ -222,7 +222,7 @@ class Lifecycle:
                 return  # the operator has lost patience: a new deadline, after which the rest is ended
             raise LifecycleRefused(f"lifecycle action already active for {iid} ({record.state.value})")
         engine = self._fleet.engines[iid]
-        if engine.live and not covered(self._fleet, iid):
+        if engine.live and not covered(self._fleet, iid, other_roles=self._other_roles):
             role = engine.role.value
             raise LifecycleRefused(
                 f"the last schedulable engine requires a whole-wave drain: without {iid} no {role} engine is left"

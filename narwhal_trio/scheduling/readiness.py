@@ -21,7 +21,6 @@ __all__ = ["LEASE_EXPIRED", "Blocker", "Readiness"]
 
 LEASE_EXPIRED: Final = "lease expired"
 _DRAINING: Final = "the router is draining"
-_NO_ENGINES: Final = "no available engines"
 
 _STATUS: Final = {
     Condition.DRAINING: "draining",
@@ -143,16 +142,14 @@ class Readiness:
 
     # -- documents
 
-    def status(self, now: float, *, live: int) -> str:
-        """`status` of `/health`. live: engines that take new work."""
+    def status(self, now: float, *, missing: str) -> str:
+        """`status` of `/health`. missing: what the fleet lacks to serve anybody, "" if nothing (`coverage.missing_engines`)."""
         found = self.blocker(now)
         if found is not None:
             return _STATUS[found.condition]
-        return "ok" if live else "degraded"
+        return "degraded" if missing else "ok"
 
-    def reason(self, now: float, *, live: int) -> str:
-        """`reason` of `/ready`; "" when ready."""
+    def reason(self, now: float, *, missing: str) -> str:
+        """`reason` of `/ready`; "" when ready. missing: as for `status`."""
         found = self.blocker(now)
-        if found is not None:
-            return found.reason
-        return "" if live else _NO_ENGINES
+        return missing if found is None else found.reason

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from narwhal_trio.scheduling.coverage import covered, missing_engines
 from narwhal_trio.scheduling.fleet import Engine, Fleet, Hold
 from narwhal_trio.scheduling.lifecycle import (
     EVENTS_KEPT,
@@ -18,7 +19,6 @@ from narwhal_trio.scheduling.lifecycle import (
     LifecycleRefused,
     ReadmitOrder,
     Residents,
-    covered,
 )
 from narwhal_trio.scheduling.readiness import Readiness
 from narwhal_trio.types import EngineId, Role
@@ -150,6 +150,27 @@ def test_coverage_looks_at_live_engines_of_the_role() -> None:
     s.fleet.hold(P1, Hold.QUARANTINED)
     assert not covered(s.fleet, P0)
     assert covered(s.fleet, P1)
+
+
+def test_engines_of_the_other_role_cover_where_placement_uses_them() -> None:
+    s = Setup(prefill=1)
+    assert not covered(s.fleet, P0)
+    assert covered(s.fleet, P0, other_roles=True)
+    for iid in (D0, D1):
+        s.fleet.engines[iid].pinned = True
+    assert not covered(s.fleet, P0, other_roles=True)
+
+
+def test_a_fleet_serves_with_an_engine_for_each_role_only() -> None:
+    s = Setup(prefill=1, decode=1)
+    assert missing_engines(s.fleet) == ""
+    s.fleet.hold(P0, Hold.EJECTED)
+    assert missing_engines(s.fleet) == "no available prefill engine"
+    assert missing_engines(s.fleet, other_roles=True) == ""
+    s.fleet.engines[D0].pinned = True
+    assert missing_engines(s.fleet, other_roles=True) == "no available prefill engine"
+    s.fleet.hold(D0, Hold.DRAINING)
+    assert missing_engines(s.fleet) == "no available engines"
 
 
 def test_a_wave_holds_the_router_before_its_engines() -> None:

@@ -25,8 +25,8 @@ STATUS = ["draining", "fenced", "maintenance", "standby", "degraded"]
 def test_a_fresh_router_is_ready() -> None:
     readiness = Readiness()
     assert readiness.blocker(0.0) is None
-    assert readiness.status(0.0, live=1) == "ok"
-    assert readiness.reason(0.0, live=1) == ""
+    assert readiness.status(0.0, missing="") == "ok"
+    assert readiness.reason(0.0, missing="") == ""
     assert readiness.controls_fleet(0.0)
     assert readiness.control_ready(1e12)
     for role, arriving in itertools.product(Role, (False, True)):
@@ -44,8 +44,8 @@ def test_each_reason_is_told_alike_to_clients_and_operators_and_ends(name: str) 
     assert (hold.condition, hold.message) == (condition, text)
     row = TABLE[condition]
     assert (row.status, row.type, row.retry_after, row.terminal) == (503, "router_not_ready", 1, Terminal.REJECTED)
-    assert readiness.reason(0.0, live=0) == text
-    assert readiness.status(0.0, live=0) == name
+    assert readiness.reason(0.0, missing="no available engines") == text
+    assert readiness.status(0.0, missing="no available engines") == name
     assert len(changes) == 1
     assert not readiness.update(**{name: value}), "nothing changed"
     over: Any = {name: False if value is True else ""}
@@ -58,8 +58,8 @@ def test_each_reason_is_told_alike_to_clients_and_operators_and_ends(name: str) 
 def test_the_first_reason_in_the_order_of_health_is_told(names: tuple[str, ...]) -> None:
     readiness = Readiness()
     readiness.update(**{name: REASONS[name][0] for name in names})
-    assert readiness.status(0.0, live=3) == names[0]
-    assert readiness.reason(0.0, live=3) == REASONS[names[0]][2]
+    assert readiness.status(0.0, missing="") == names[0]
+    assert readiness.reason(0.0, missing="") == REASONS[names[0]][2]
 
 
 def test_only_a_whole_wave_hold_stops_decode_legs() -> None:
@@ -98,8 +98,8 @@ def test_a_lease_ends_by_the_clock_alone() -> None:
     assert (hold.condition, hold.message) == (Condition.FENCED, LEASE_EXPIRED)
     assert readiness.hold(Role.DECODE, 10.0) is None
     assert not readiness.controls_fleet(10.0)
-    assert readiness.status(10.0, live=1) == "fenced"
-    assert readiness.reason(10.0, live=1) == LEASE_EXPIRED
+    assert readiness.status(10.0, missing="") == "fenced"
+    assert readiness.reason(10.0, missing="") == LEASE_EXPIRED
     readiness.update(lease_until=20.0)
     assert readiness.hold(Role.PREFILL, 10.0) is None
     assert changes == [], "a renewal wakes nobody"
@@ -108,9 +108,9 @@ def test_a_lease_ends_by_the_clock_alone() -> None:
 def test_a_standby_without_a_lease_is_standby_not_fenced() -> None:
     readiness = Readiness()
     readiness.update(standby="shadowing", lease_until=-math.inf)
-    assert readiness.status(0.0, live=1) == "standby"
+    assert readiness.status(0.0, missing="") == "standby"
     readiness.update(fenced="lost")
-    assert readiness.status(0.0, live=1) == "fenced"
+    assert readiness.status(0.0, missing="") == "fenced"
 
 
 def test_control_needs_the_fleet_and_sight_of_it() -> None:
@@ -130,14 +130,14 @@ def test_control_needs_the_fleet_and_sight_of_it() -> None:
 
 def test_without_engines_a_ready_router_is_degraded() -> None:
     readiness = Readiness()
-    assert readiness.status(0.0, live=0) == "degraded"
-    assert readiness.reason(0.0, live=0) == "no available engines"
+    assert readiness.status(0.0, missing="no available engines") == "degraded"
+    assert readiness.reason(0.0, missing="no available engines") == "no available engines"
 
 
 def test_several_changes_are_one_step() -> None:
     seen = []
     readiness = Readiness()
-    readiness.on_change = lambda: seen.append(readiness.status(5.0, live=1))
+    readiness.on_change = lambda: seen.append(readiness.status(5.0, missing=""))
     readiness.update(fenced="lost", lease_until=-math.inf)
     readiness.update(fenced="", standby="shadowing")
     readiness.update(standby="", lease_until=9.0)
