@@ -57,7 +57,9 @@ class AddressPool:
         await trio.lowlevel.checkpoint_if_cancelled()
         if self._closed:
             raise trio.ClosedResourceError(_CLOSED)
-        if self.in_use < self._limit and not self._waiting:
+        if (
+            self.in_use < self._limit
+        ):  # then nobody waits: slots that come back while somebody does are handed on at once
             self.in_use += 1
             return self._take_idle()
         task = trio.lowlevel.current_task()

@@ -29,6 +29,9 @@ from narwhal_trio.wire.stream import SocketDialer, SocketStream
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
+    from narwhal_trio.wire.address import Address
+    from narwhal_trio.wire.stream import Stream
+
 Connection: TypeAlias = "Callable[[SimStream], Awaitable[None]]"
 ENGINE = parse_address("http://engine:8000")
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -559,6 +562,58 @@ async def test_an_engine_that_answers_and_closes_unread_is_heard() -> None:
     async with engine(connection) as (wire, _), wire.exchange(ENGINE, b"POST", b"/", (), b"{}") as leg:
         assert leg.status == 503
         assert await leg.read_all(100) == b"busy"
+
+
+async def test_an_engine_that_answers_and_resets_before_we_send_is_heard(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    network = SimNetwork()
+
+    class Slow:
+        async def dial(self, address: Address) -> Stream:
+            stream = await network.dial(address)
+            await trio.sleep(1)  # as if the answer and the reset overtook our first write
+            return stream
+
+    async def connection(stream: SimStream) -> None:
+        await stream.send_all(respond(b"busy", status=b"503 Service Unavailable"))
+        stream.connection.reset()
+        stream.close_now()
+
+    wire = Wire(Slow())
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.serve_listeners, connection, [network.listen("engine", 8000)])
+        async with wire.exchange(ENGINE, b"POST", b"/", (), b"{}") as leg:
+            assert leg.status == 503
+            assert await leg.read_all(100) == b"busy"
+            assert leg.timings.sent_at is None
+        assert wire.statistics() == EMPTY
+        assert network.open_connections() == []
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_resent_request_that_is_refused_early_leaves_no_clean_connection(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    connections = 0
+
+    async def connection(stream: SimStream) -> None:
+        nonlocal connections
+        connections += 1
+        if connections == 1:
+            await close_when_asked_again(stream)
+        else:
+            await stream.receive_some(100)
+            await stream.send_all(respond(b"", status=b"413 Content Too Large"))
+            await trio.sleep(1000)
+
+    async with engine(connection) as (wire, network):
+        await fetch(wire)
+        network.set_link("engine", 8000, Link(capacity=1000))
+        exchange = await fetch(wire, body=b"y" * 50_000)  # the first connection takes it all, the second only a part
+        assert exchange.resent
+        assert exchange.status == 413
+        assert wire.statistics() == EMPTY
 
 
 async def test_interim_responses_do_not_stop_a_large_request() -> None:
