@@ -19,7 +19,10 @@ _REASONS: Final = {
     413: b"Payload Too Large",
 }
 
-STREAM_HEAD: Final = b"HTTP/1.1 200 OK\r\nserver: uvicorn\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+STREAM_HEAD: Final = (
+    b"HTTP/1.1 200 OK\r\nserver: uvicorn\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
+)
 
 
 class _StreamOptions(msgspec.Struct):

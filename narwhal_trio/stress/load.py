@@ -29,6 +29,7 @@ RETRY_S = 0.25
 @attrs.define(eq=False)
 class Load:
     """A running load. `seen`: requests that have ended, in that order. timeline: (instant, in flight, ended) every half second.
+    exhausted_at: when the first client found no more to send: from then on fewer and fewer are in flight.
 
     total: requests in all, None for as many as fit. duration_s: after which no new one starts, None for no limit. One of the two must
     be given. ramp_s: over which the clients begin, so that they don't arrive in one instant (0: they do).
@@ -44,6 +45,7 @@ class Load:
     timeline: list[tuple[float, int, int]] = attrs.field(factory=list)
     in_flight: int = 0
     peak: int = 0
+    exhausted_at: float | None = None
     _stopped: bool = False
 
     async def run(self) -> None:
@@ -65,7 +67,7 @@ class Load:
         await trio.sleep(delay_s)
         for plan in supply:
             if self._stopped:
-                return
+                break
             self.in_flight += 1
             self.peak = max(self.peak, self.in_flight)
             try:
@@ -75,6 +77,8 @@ class Load:
             self.seen.append(seen)
             if seen.outcome in (Outcome.REFUSED, Outcome.UNREACHABLE):
                 await trio.sleep(RETRY_S)
+        if self.exhausted_at is None:
+            self.exhausted_at = self.target.clock()
 
     async def _stop_after(self, duration_s: float) -> None:
         await trio.sleep(duration_s)

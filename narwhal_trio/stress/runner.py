@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NotReady", "Options", "Progress", "stress"]
 
+READY_POLL_S = 0.25
 QUIET_POLL_S = 0.1
 WATCH_S = 0.5
 LOOK_S = 5.0
@@ -220,8 +221,16 @@ class _Run:
     async def _model(self) -> str:
         if self._options.model:
             return self._options.model
-        body = await self._get(f"{self._options.base}/v1/models", what="model list of the router")
+        url, what = f"{self._options.base}/v1/models", "model list of the router"
+        body = b""
+        with trio.move_on_after(self._options.ready_s):
+            while not body:
+                try:
+                    body = await self._get(url, what=what)
+                except NotReady:
+                    await trio.sleep(READY_POLL_S)
         try:
+            body = body or await self._get(url, what=what)
             return str(msgspec.json.decode(body)["data"][0]["id"])
         except (msgspec.DecodeError, LookupError, TypeError):
             msg = f"{self._options.base}/v1/models names no model; say which with --model"
@@ -240,7 +249,7 @@ class _Run:
                 said = ", ".join(filter(None, (what, seen.code, seen.detail))) or "no answer"
                 raise NotReady(f"{target.address} does not serve a plain request: {said}")
             number += 1
-            await trio.sleep(0.25)
+            await trio.sleep(READY_POLL_S)
 
     # -- during
 
@@ -328,10 +337,11 @@ class _Run:
 
 
 def _mean_in_flight(load: Load) -> float:
-    """Between the end of the ramp and the start of the last request: what was really concurrent."""
-    counts = [n for _, n, _ in load.timeline]
-    middle = counts[len(counts) // 4 : max(len(counts) * 3 // 4, 1)] or counts
-    return sum(middle) / max(len(middle), 1)
+    """Between the end of the ramp and the instant at which requests ran out: what was really concurrent."""
+    begun_at = load.timeline[0][0] + load.ramp_s
+    ended_at = load.exhausted_at or float("inf")
+    counts = [n for at, n, _ in load.timeline if begun_at <= at <= ended_at] or [load.peak]
+    return sum(counts) / len(counts)
 
 
 def _machine() -> dict[str, Any]:
