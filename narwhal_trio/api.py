@@ -147,7 +147,7 @@ class Router:
     @property
     def asgi(self) -> AsgiApp:
         """ASGI 3 application that shares this router, for hypercorn's trio worker."""
-        settings = EdgeSettings(write_timeout_s=self.config.server.write_timeout_s)
+        settings = self._edge_settings()
         return AsgiApp(self._app, settings=settings, state=self.edge_state)
 
     async def serve(
@@ -158,11 +158,8 @@ class Router:
         binds: `HOST:PORT`, `[v6]:PORT` or `unix:PATH`; None takes `server.bind`. Raises `OSError` for an address that can't be used.
         """
         server = self.config.server
-        settings = EdgeSettings(
-            lane=server.lane,
-            write_timeout_s=server.write_timeout_s,
-            tls_certfile=server.tls_certfile,
-            tls_keyfile=server.tls_keyfile,
+        settings = self._edge_settings(
+            lane=server.lane, tls_certfile=server.tls_certfile, tls_keyfile=server.tls_keyfile
         )
         tls = server_context(settings)
         opened = await open_listeners(self.config.binds if binds is None else binds, tls=tls is not None)
@@ -174,8 +171,13 @@ class Router:
         self, listeners: Sequence[Listener], *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
         """As `serve`, on listeners that the caller made, such as those of an in-memory network. Closes them when it ends."""
-        settings = EdgeSettings(write_timeout_s=self.config.server.write_timeout_s)
+        settings = self._edge_settings()
         await self._serve_on(listeners, settings, None, task_status=task_status)
+
+    def _edge_settings(self, **changes: Any) -> EdgeSettings:
+        # A client that is a whole body too far into its upload must still be able to read that it is too large.
+        linger = max(1 << 20, 2 * self.config.serving.max_request_bytes)
+        return EdgeSettings(write_timeout_s=self.config.server.write_timeout_s, linger_bytes=linger, **changes)
 
     async def _serve_on(
         self,
@@ -390,5 +392,6 @@ async def _sweep(core: RouterCore) -> None:
         now = trio.current_time()
         core.wire.sweep(now)
         core.control_wire.sweep(now)
+        core.sizer.sweep(now)
         core.ledger.sweep(now)
         core.policy.refresh(now)

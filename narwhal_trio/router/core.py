@@ -19,6 +19,7 @@ from narwhal_trio.engines.handoff import rendezvous
 from narwhal_trio.outcomes import Condition, Refusal
 from narwhal_trio.protocol.identity import Authenticator
 from narwhal_trio.router.gauges import samples
+from narwhal_trio.router.sizing import Sizer
 from narwhal_trio.scheduling.admission_policy import AdmissionPolicy, AdmissionSettings
 from narwhal_trio.scheduling.coverage import missing_engines
 from narwhal_trio.scheduling.fleet import Claim, Engine, Fleet
@@ -139,6 +140,7 @@ class RouterCore:
         self.decode_queue: FifoQueue[Claim] = FifoQueue()
         self.ledger = HandoffLedger()
         self.policy = AdmissionPolicy(AdmissionSettings.of(config), self.fleet, self.ledger)
+        self.sizer = Sizer(self, timed)
         self.retry_policy = RetryPolicy(serving.max_attempts, serving.retry_base_s, serving.retry_cap_s)
         self.retry_budget = RetryBudget(serving.retry_budget, serving.retry_replenish)
         # A decode engine that waits for a rendezvous answers its head at once and then stays silent (measured: over 45 s).
@@ -276,3 +278,4 @@ class RouterCore:
     def close(self) -> None:
         self.wire.close_now()
         self.control_wire.close_now()
+        self.sizer.close()

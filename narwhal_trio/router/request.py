@@ -66,6 +66,8 @@ class RequestRun:
         self.phase = Phase.BODY
         self.request: CompletionRequest | None = None
         self.work: Work | None = None
+        self.sized: trio.Event | None = None
+        """Set once an exact count, asked for because the estimate could not decide, has come or failed."""
         self.excluded: dict[Role, set[EngineId]] = {Role.PREFILL: set(), Role.DECODE: set()}
         self.producer: EngineId | None = None
         self.handoff_entry: HandoffEntry | None = None
@@ -107,7 +109,7 @@ class RequestRun:
             with self.lifetime.scope:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._watch_client, name=f"watch {self.rid}")
-                    decided = await self._serve()
+                    decided = await self._serve(nursery)
                     nursery.cancel_scope.cancel()
             cause = self.lifetime.verdict
             if decided is None:
@@ -127,14 +129,20 @@ class RequestRun:
             settle(self)
         return self.outcome
 
-    async def _serve(self) -> Outcome:
+    async def _serve(self, nursery: trio.Nursery) -> Outcome:
         try:
             self._gate()
             body = await self._read_body()
             self._interpret(body)
+            if self.core.sizer.wanted(self):
+                self.sized = trio.Event()
+                nursery.start_soon(self._size, name=f"size {self.rid}")
             with await admission_seat(self):
                 seated_at = trio.current_time()
                 try:
+                    if self.sized is not None:
+                        self.phase = Phase.SIZING
+                        await self.sized.wait()
                     return await self._attempts()
                 finally:
                     self.record.seat_s = trio.current_time() - seated_at
@@ -192,6 +200,16 @@ class RequestRun:
         self.record.stream = self.request.stream
         self.record.wanted_len = self.request.wanted_tokens
         self.mark("sized")
+
+    async def _size(self) -> None:
+        """Count the prompt exactly while the request waits for its seat; whatever comes of it, sizing is then over."""
+        assert self.work is not None
+        assert self.sized is not None
+        tokens = await self.core.sizer.count(self)
+        if tokens is not None:
+            self.work.input_tokens, self.work.exact = tokens, True
+            self.core.policy.on_sized(self.work, trio.current_time())
+        self.sized.set()
 
     async def _attempts(self) -> Outcome:
         self.mark("admitted")

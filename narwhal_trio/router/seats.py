@@ -145,7 +145,8 @@ async def _wait(run: RequestRun, queue: FifoQueue[S], try_grant: Callable[[], S 
     async def watch_price() -> None:
         nonlocal refusal
         while True:
-            verdict = policy.judge_waiting(work, now=trio.current_time(), arrived=run.arrived_at, sized=work.exact)
+            sized = run.sized is None or run.sized.is_set()
+            verdict = policy.judge_waiting(work, now=trio.current_time(), arrived=run.arrived_at, sized=sized)
             if verdict.refusal is not None:
                 refusal = verdict.refusal
                 scope.cancel()
