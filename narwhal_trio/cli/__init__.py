@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-COMMANDS: Final = ("serve", "demo", "engine", "check", "config", "journal")
+COMMANDS: Final = ("serve", "demo", "engine", "check", "config", "journal", "stress")
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
