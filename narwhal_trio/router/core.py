@@ -114,10 +114,15 @@ class RouterCore:
         # Probes and sizing have connections of their own: a full data pool must never look like a sick engine.
         self.control_wire = Wire(timed, limit_per_address=config.control_connections)
         self.engine_auth = "engine-credential" if credential else "boundary"
-        constant: Headers = [(b"content-type", b"application/json"), (b"accept", b"*/*")]
         self.bearer: Headers = [(b"authorization", b"Bearer " + credential.encode())] if credential else []
+        self.engine_headers: Headers = [
+            (b"content-type", b"application/json"),
+            (b"accept", b"*/*"),
+            *self.bearer,
+        ]
+        """On every call that carries a body."""
         self.heads = {
-            engine: self.wire.head(address, constant + self.bearer) for engine, address in self.addresses.items()
+            engine: self.wire.head(address, self.engine_headers) for engine, address in self.addresses.items()
         }
         self.fleet = Fleet(
             (
