@@ -118,7 +118,7 @@ class AdmissionPolicy:
             high=settings.correction_max,
             min_samples=settings.correction_min_samples,
         )
-        self.occupancy = Occupancy(fleet.engines, self.expected_output)
+        self.occupancy = Occupancy(self.expected_output)
         self._ledger = ledger
         fleet.watch = self
         self._derive_seats(None)

@@ -10,14 +10,14 @@ those that are ready before it. It is refused if
 
 How this differs from the definition, which `tests/property/test_capacity.py` spells out and compares:
 
-* Tokens left are counted in buckets (`occupancy`), rounded up; so times are late by at most 1/32 of themselves, or one token.
 * A request's expected output is estimated when it enters a phase and when it exceeds the estimate, not anew for every decision.
+* Tokens left are counted in buckets (`occupancy`), rounded up; so times are late by at most 1/32 of themselves, or one token.
 * All waiting requests count as ready before the candidate. Those longer than the time in question get the first slots; the shorter ones
   are charged by their work, as if none ended before the candidate is ready. Without such short ones the slot decision is exact.
 * KV tokens of waiting requests count in full while there are slots for them.
-* The TPOT check may look one bucket further than the candidate's start.
+* The TPOT check may take a resident for ended one bucket before its end.
 
-All but the last make it refuse earlier, none makes it admit what the definition refuses; the last one by at most one bucket.
+With the same expected outputs, this admits nothing that the definition refuses, but for that one bucket of the TPOT check.
 """
 
 from __future__ import annotations

@@ -7,13 +7,14 @@ number of tokens, answered by adding up the buckets below it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from operator import mul
 from typing import TYPE_CHECKING, Final
 
 import attrs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from narwhal_trio.scheduling.fleet import Work
     from narwhal_trio.types import EngineId, RequestId
@@ -216,8 +217,8 @@ class Occupancy:
     expected_output: output length of a request that has produced nothing yet, 0 if not known; asked once per phase of a request.
     """
 
-    def __init__(self, engines: Iterable[EngineId], expected_output: Callable[[Work], int]) -> None:
-        self.engines = {engine: TokensLeft() for engine in engines}
+    def __init__(self, expected_output: Callable[[Work], int]) -> None:
+        self.engines: defaultdict[EngineId, TokensLeft] = defaultdict(TokensLeft)
         self.waiting = WaitingDecodes()
         self._expected = expected_output
         self._decodes: dict[RequestId, _Decode] = {}

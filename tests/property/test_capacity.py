@@ -33,8 +33,8 @@ class Span:
 class Watch:
     """What the policy does with claims, as far as this check needs it."""
 
-    def __init__(self, fleet: Fleet, expected: Callable[[Work], int]) -> None:
-        self.occupancy = Occupancy(fleet.engines, expected)
+    def __init__(self, expected: Callable[[Work], int]) -> None:
+        self.occupancy = Occupancy(expected)
 
     def claimed(self, claim: Claim) -> None:
         if claim.role is Role.PREFILL:
@@ -63,7 +63,7 @@ class World:
         self.prefillers = [Engine(EngineId(f"p{n}"), Role.PREFILL, profile=profiles[0]) for n in range(prefills)]
         self.fleet = Fleet([*self.decoders, *self.prefillers])
         self.expected: dict[RequestId, int] = {}
-        self.watch = Watch(self.fleet, lambda work: self.expected[work.rid])
+        self.watch = Watch(lambda work: self.expected[work.rid])
         self.fleet.watch = self.watch
         self.prefilled: list[Work] = []
         """Requests that wait for a decode seat, first come first."""

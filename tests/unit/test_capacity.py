@@ -38,7 +38,7 @@ class Decoders:
         self.engines = [Engine(EngineId(f"d{n}"), Role.DECODE, profile=profile) for n in range(engines)]
         self.fleet = Fleet(self.engines)
         self.left: dict[RequestId, int] = {}
-        self.occupancy = Occupancy(self.fleet.engines, lambda work: self.left[work.rid])
+        self.occupancy = Occupancy(lambda work: self.left[work.rid])
 
     def _work(self, left: int, tokens: int) -> Work:
         work = Work(RequestId(str(len(self.left))), tokens)

@@ -64,7 +64,7 @@ class Lives:
 
     def __init__(self, expected: int) -> None:
         self.expected = expected
-        self.occupancy = Occupancy([D], lambda _: self.expected)
+        self.occupancy = Occupancy(lambda _: self.expected)
         self.engine = self.occupancy.engines[D]
         self.waiting = self.occupancy.waiting
 
