@@ -143,10 +143,10 @@ class Site:
         finally:
             client.disconnect()
 
-    async def post(self, name: str, path: str, body: Any = None, **options: Any) -> ClientResponse:
+    async def post(self, name: str, path: str, document: Any = None, **options: Any) -> ClientResponse:
         client = await SimClient.connect(self.world.network, parse_address(f"http://{name}:8000"))
         try:
-            return await client.request("POST", path, json=body, **options)
+            return await client.request("POST", path, json=document, **options)
         finally:
             client.disconnect()
 
