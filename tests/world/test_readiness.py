@@ -234,6 +234,10 @@ def test_monitoring_that_fails_too_often_degrades_and_one_clean_pass_heals(tmp_p
             assert document["control_ready"] is False
             monitoring = (await s.get("a", "/narwhal/state")).json()["monitoring"]
             assert monitoring["core_consecutive"] == 5
+            text = (await s.get("a", "/metrics")).body.decode()
+            assert "narwhal_monitoring_degraded 1.0" in text
+            assert "narwhal_router_ready 0.0" in text
+            assert 'narwhal_monitoring_stage_failures_total{stage="handoff"} 5.0' in text
             assert monitoring["stages"]["handoff"]["consecutive"] == 5
             assert monitoring["stages"]["liveness"]["failures"] == 0, "one stage's trouble is not another's"
             await finish(client)  # what is past its prefill finishes
