@@ -11,6 +11,7 @@ import trio
 
 from narwhal_trio.api import open_router
 from narwhal_trio.cli.common import add_config_argument, load_or_complain
+from narwhal_trio.config import ConfigError
 from narwhal_trio.observe import log as logging
 
 if TYPE_CHECKING:
@@ -48,6 +49,10 @@ def run(args: argparse.Namespace) -> int:
         log.warning("configuration", note=note)
     try:
         return trio.run(serve, config)
+    except ConfigError as exc:  # what only shows when credentials, keys and leases are looked for
+        for problem in exc.problems:
+            print(f"{args.config}: {problem}", file=sys.stderr)
+        return 2
     except OSError as exc:
         print(f"narwhal-trio: {exc}", file=sys.stderr)
         return 1
