@@ -34,7 +34,7 @@ class Shapes:
         self.params = params
         self.request_id = request_id
         self._config = config
-        model = params.body.get("model") or config.model
+        model = str(params.body.get("model") or config.model).encode("utf-8", "replace").decode()
         self._head = {"id": request_id, "object": "", "created": created, "model": model}
         self._offsets: dict[int, int] = {}
 

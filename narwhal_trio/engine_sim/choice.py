@@ -156,7 +156,8 @@ def _asked(params: Params) -> str:
 def _call_text(params: Params) -> str:
     wanted = None
     if isinstance(params.tool_choice, dict):
-        wanted = (params.tool_choice.get("function") or {}).get("name")
+        function = params.tool_choice.get("function")
+        wanted = function.get("name") if isinstance(function, dict) else None
     given = [tool.get("function") for tool in params.tools if isinstance(tool, dict)]
     functions: list[dict[str, Any]] = [function for function in given if isinstance(function, dict)] or [{}]
     chosen = next((function for function in functions if function.get("name") == wanted), functions[0])
@@ -170,5 +171,6 @@ def _json_text(params: Params) -> str | None:
     if wanted.get("type") == "json_object":
         return '{"answer": "yes"}'
     if wanted.get("type") == "json_schema":
-        return spaced_json(example_of((wanted.get("json_schema") or {}).get("schema")))
+        given = wanted.get("json_schema")
+        return spaced_json(example_of(given.get("schema") if isinstance(given, dict) else None))
     return None

@@ -53,7 +53,7 @@ class Completion:
 
     def new_request_id(self) -> str:
         body_id = self.params.body.get("request_id")
-        given = body_id if isinstance(body_id, str) else ""
+        given = clean(body_id) if isinstance(body_id, str) else ""
         rid = self.request.header("x-request-id") or given or self.engine.new_id()
         return f"{'cmpl' if self.params.endpoint == 'completions' else 'chatcmpl'}-{rid}"
 
@@ -110,7 +110,7 @@ class Completion:
         job = self.new_job(number, n, prompt)
         script = script_of(params, engine.config, number)
         self.choices.append(Choice(len(self.choices), job, params, engine.model, script))
-        reasons = engine.config.reasoning_parser and thinking_enabled(params.body)
+        reasons = engine.config.reasoning_parser and params.endpoint == "chat" and thinking_enabled(params.body)
         parser = ChatParser(
             reasoning=reasons, tools=params.parse_tools, new_id=lambda: f"chatcmpl-tool-{engine.new_id()}"
         )
@@ -246,6 +246,11 @@ class Completion:
             await self.reply.done()
         else:
             await self.reply.respond(error.status, error.body)
+
+
+def clean(text: str) -> str:
+    """Text that can be sent as JSON: without lone surrogates."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _source_of(kv: Any) -> Source:

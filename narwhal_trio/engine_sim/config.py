@@ -107,6 +107,11 @@ class EngineConfig:
     request_log: int = 100_000
 
     @property
+    def context_length(self) -> int:
+        """Most tokens of one sequence: `max_model_len`, or all of the KV memory if that is less."""
+        return min(self.max_model_len, self.blocks * self.block_size)
+
+    @property
     def fingerprint(self) -> str:
         """`system_fingerprint` of the last event or the response."""
         return f"vllm-{self.version}-51a70000"

@@ -41,7 +41,8 @@ __all__ = ["EngineState", "SimEngine"]
 class EngineState:
     """A picture of an engine. Blocks, not tokens: kv_used includes kv_held, which waits for decode engines.
 
-    aborted, completed: sequences that were cut short, that ended by themselves. connections: open ones. requests: the log, oldest first.
+    aborted, completed: sequences that were cut short, that ended by themselves. connections: open ones.
+    requests: the log, oldest first. in_flight: those that are being worked on.
     """
 
     running: int
@@ -53,11 +54,7 @@ class EngineState:
     completed: int
     connections: int
     requests: tuple[Request, ...]
-
-    @property
-    def in_flight(self) -> list[Request]:
-        """Requests that are being worked on."""
-        return [request for request in self.requests if request.outcome == "running"]
+    in_flight: list[Request]
 
 
 class SimEngine:
@@ -73,10 +70,10 @@ class SimEngine:
         self._routes = SglangRoutes(self) if config.dialect == "sglang" else Routes(self)
         self._connections: dict[int, Stream] = {}
         self._accepted = 0
-        self._nursery: trio.Nursery | None = None
+        self._nurseries: list[trio.Nursery] = []
         self._listeners: list[trio.abc.Listener[Any]] = []
         self._scopes: set[trio.CancelScope] = set()
-        self._in_flight = 0
+        self._working: dict[Request, None] = {}
         self._quiet = trio.lowlevel.ParkingLot()
         self.restart()
 
@@ -126,19 +123,22 @@ class SimEngine:
     async def serve(
         self, listener: trio.abc.Listener[Any], *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        """Accept and serve until cancelled, or until the engine crashes or terminates; then return."""
+        """Accept and serve until cancelled, or until the engine crashes or terminates; then return.
+
+        If somebody else closes the listener, connections go on being served; another `serve` may accept further ones.
+        """
         if self.started_at is None:
             self.started_at = trio.current_time()
         self._listeners.append(listener)
         try:
             async with trio.open_nursery() as nursery:
-                self._nursery = nursery
+                self._nurseries.append(nursery)
                 task_status.started()
                 await self._accept(listener, nursery)
                 await self._last_moments()
                 nursery.cancel_scope.cancel()
         finally:
-            self._nursery = None
+            self._nurseries = [n for n in self._nurseries if n is not nursery]
             self._listeners.remove(listener)
             close_listener(listener)
             self._close_connections()
@@ -175,7 +175,7 @@ class SimEngine:
         """A request has been read: log it and decide what goes wrong with it."""
         request.leg = leg_of(request, self.config)
         self.requests.append(request)
-        self._in_flight += 1
+        self._working[request] = None
         fault = self.faults.pick(request.path, request.leg, trio.current_time()) if self.faults.rules else None
         close = (request.header("connection") or "").lower() == "close" or conn.their_http_version == b"1.0"
         return Reply(
@@ -184,12 +184,12 @@ class SimEngine:
 
     def end(self, request: Request, reply: Reply) -> None:
         """A request is over, however. Synchronous."""
-        self._in_flight -= 1
+        self._working.pop(request, None)
         request.status = reply.status
         request.ended_at = trio.current_time()
         if request.outcome == "running":
             request.outcome = "aborted"
-        if not self._in_flight:
+        if not self._working:
             self._quiet.unpark_all()
 
     async def handle(self, request: Request, reply: Reply) -> None:
@@ -222,6 +222,7 @@ class SimEngine:
             completed=model.counters.completed,
             connections=len(self._connections),
             requests=tuple(self.requests),
+            in_flight=[request for request in self._working if request.outcome == "running"],
         )
 
     # ---- ends
@@ -266,13 +267,13 @@ class SimEngine:
 
     async def _exit_when_quiet(self, grace_s: float) -> None:
         with trio.move_on_after(grace_s):
-            while self._in_flight:
+            while self._working:
                 await self._quiet.park()
         self.kill()
 
     async def _last_moments(self) -> None:
         """The listener is closed: stay until the process is gone."""
-        while self.condition in ("crashed", "terminated", "draining"):
+        while self.condition != "gone":
             await self._quiet.park()
 
     def _close_connections(self) -> None:
@@ -287,8 +288,8 @@ class SimEngine:
 
     def _spawn(self, work: Callable[..., Awaitable[Any]], *args: Any) -> None:
         """Run something beside the connections. Without `serve` there is nowhere to run it: then it doesn't happen."""
-        if self._nursery is not None:
-            self._nursery.start_soon(work, *args)
+        if self._nurseries:
+            self._nurseries[-1].start_soon(work, *args)
 
 
 def close_listener(listener: trio.abc.Listener[Any]) -> None:

@@ -254,15 +254,21 @@ class EngineModel:
 
     async def _pull(self, job: Job, source: Source) -> bool:
         """Read the prompt's KV from the producer. False: not possible, compute it here instead."""
-        try:
-            tags = await self._fabric.pull(source, known=source.engine_id in self.known_engines)
-            job.source = None
-        except PullFailed as failure:
-            job.source = None
+        began = trio.current_time()
+        problem = "the handshake took too long"
+        tags: Sequence[Tag] | None = None
+        with trio.move_on_after(self.config.handshake_timeout_s):
+            try:
+                tags = await self._fabric.pull(source, known=source.engine_id in self.known_engines)
+            except PullFailed as failure:
+                problem = str(failure)
+                wait = self.config.handshake_timeout_s if failure.unreachable else self.config.time.transfer_base
+                await trio.sleep_until(began + wait)
+        job.source = None
+        if tags is None:
             self.counters.failed_transfers += 1
-            await trio.sleep(self.config.handshake_timeout_s if failure.unreachable else self.config.time.transfer_base)
             if self.config.kv_load_failure == "fail":
-                raise KvLost(str(failure)) from failure
+                raise KvLost(problem)
             return False
         self.known_engines.add(source.engine_id)
         seconds = self.config.time.transfer_s(len(job.prompt))

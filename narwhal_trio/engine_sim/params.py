@@ -88,7 +88,8 @@ def read_params(body: Mapping[str, Any], config: EngineConfig, tokenizer: Tokeni
     echo = not chat and bool(body.get("echo"))
     max_tokens = _max_tokens(body, config, prompts, chat=chat, echo=echo)
     _check_sampling(body, max_tokens)
-    stop = body.get("stop") or []
+    stop = body.get("stop")
+    stops = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []
     temperature = body.get("temperature")
     return Params(
         endpoint="chat" if chat else "completions",
@@ -100,7 +101,7 @@ def read_params(body: Mapping[str, Any], config: EngineConfig, tokenizer: Tokeni
         stream=stream,
         include_usage=bool(options.get("include_usage")),
         continuous_usage=bool(options.get("include_usage")) and bool(options.get("continuous_usage_stats")),
-        stop=tuple([stop] if isinstance(stop, str) else [s for s in stop if isinstance(s, str)]),
+        stop=tuple(s for s in stops if isinstance(s, str) and s),
         stop_token_ids=frozenset(i for i in body.get("stop_token_ids") or () if isinstance(i, int)),
         include_stop=bool(body.get("include_stop_str_in_output")),
         min_tokens=body.get("min_tokens") or 0,
@@ -157,7 +158,7 @@ def _check_ids(ids: list[Any]) -> None:
 def _max_tokens(
     body: Mapping[str, Any], config: EngineConfig, prompts: list[list[int]], *, chat: bool, echo: bool
 ) -> int:
-    limit = config.max_model_len
+    limit = config.context_length
     name = "max_completion_tokens" if chat and body.get("max_completion_tokens") is not None else "max_tokens"
     asked = body.get(name)
     longest = max(map(len, prompts))
@@ -241,7 +242,8 @@ def _check_tools(body: Mapping[str, Any], config: EngineConfig) -> bool:
     if config.tool_parser:
         return True
     if isinstance(choice, dict):
-        name = (choice.get("function") or {}).get("name")
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
         raise bad_request(f'tool_choice=function "{name}" requires --tool-call-parser to be set')
     if choice == "required":
         raise bad_request('tool_choice="required" requires --tool-call-parser to be set')
@@ -251,7 +253,8 @@ def _check_tools(body: Mapping[str, Any], config: EngineConfig) -> bool:
 def _check_schema(response_format: Any) -> None:
     if not isinstance(response_format, dict) or response_format.get("type") != "json_schema":
         return
-    schema = (response_format.get("json_schema") or {}).get("schema")
+    wanted = response_format.get("json_schema")
+    schema = wanted.get("schema") if isinstance(wanted, dict) else None
     kind = schema.get("type") if isinstance(schema, dict) else None
     if isinstance(kind, str) and kind not in _TYPES:
         raise bad_request(f"Grammar error: Invalid type: {kind}")

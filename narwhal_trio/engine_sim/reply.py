@@ -25,7 +25,7 @@ __all__ = ["Cut", "Reply", "reset"]
 Headers = list[tuple[str, str]]
 
 _NO_FAULT: Final = Fault()
-_SHADOW: Final = h11.Response(status_code=200, headers=[("transfer-encoding", "chunked")])
+_SHADOW: Final = h11.Response(status_code=400, headers=[("transfer-encoding", "chunked")])
 _SHADOW_END: Final = h11.EndOfMessage()
 _encode = msgspec.json.Encoder().encode
 
@@ -214,7 +214,7 @@ class Reply:
         return "\r\n".join([*lines, "", ""]).encode("latin-1")
 
     def _end_cycle(self) -> None:
-        """Tell the parser that the response is complete. It only reads: what it would write differs from uvicorn in small ways."""
+        """Tell the parser that some response is complete. It only reads: what it would write differs from uvicorn in small ways."""
         self._conn.send(_SHADOW)
         self._conn.send(_SHADOW_END)
 

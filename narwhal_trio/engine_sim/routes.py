@@ -184,7 +184,7 @@ class Routes:
             "owned_by": "vllm",
             "root": engine.config.model,
             "parent": None,
-            "max_model_len": engine.config.max_model_len,
+            "max_model_len": engine.config.context_length,
             "permission": [permission],
         }
         await reply.respond(200, {"object": "list", "data": [card]})
@@ -198,7 +198,7 @@ class Routes:
         chat = isinstance(messages, list)
         tokens = chat_tokens(body, self.engine.config, _TOKENIZER) if chat else _TOKENIZER.encode(str(prompt))
         strings = [_TOKENIZER.token_text(t) for t in tokens] if body.get("return_token_strs") else None
-        answer = {"count": len(tokens), "max_model_len": self.engine.config.max_model_len, "tokens": tokens}
+        answer = {"count": len(tokens), "max_model_len": self.engine.config.context_length, "tokens": tokens}
         await reply.respond(200, {**answer, "token_strs": strings})
 
     async def _detokenize(self, request: Request, reply: Reply) -> None:

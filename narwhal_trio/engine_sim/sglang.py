@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from narwhal_trio.engine_sim.answers import Shapes
-from narwhal_trio.engine_sim.completion import Completion
+from narwhal_trio.engine_sim.completion import Completion, clean
 from narwhal_trio.engine_sim.errors import ApiError
 from narwhal_trio.engine_sim.model import Job, KvLost
 from narwhal_trio.engine_sim.rendezvous import Meeting
@@ -211,7 +211,7 @@ class SglangCompletion(Completion):
 
     def new_request_id(self) -> str:
         rid = self.params.body.get("rid")
-        return rid if isinstance(rid, str) and rid else self.engine.new_id() + self.engine.new_id()
+        return clean(rid) if isinstance(rid, str) and rid else self.engine.new_id() + self.engine.new_id()
 
     def new_shapes(self) -> SglangShapes:
         return SglangShapes(self.params, self.engine.config, self.request.request_id, self.engine.wall_time())

@@ -75,7 +75,7 @@ class SglangRoutes(Routes):
             "owned_by": "sglang",
             "root": config.model,
             "parent": None,
-            "max_model_len": config.max_model_len,
+            "max_model_len": config.context_length,
         }
         await reply.respond(200, {"object": "list", "data": [card]})
 
@@ -84,13 +84,15 @@ class SglangRoutes(Routes):
         prompt, messages = body.get("prompt"), body.get("messages")
         if isinstance(messages, list) == isinstance(prompt, str):
             raise ApiError(400, "Exactly one of 'prompt' or 'messages' must be provided.", "Bad Request")
-        tokens = chat_tokens(body, self.engine.config, _TOKENIZER) if messages else _TOKENIZER.encode(str(prompt))
-        limit = self.engine.config.max_model_len
+        chat = isinstance(messages, list)
+        tokens = chat_tokens(body, self.engine.config, _TOKENIZER) if chat else _TOKENIZER.encode(str(prompt))
+        limit = self.engine.config.context_length
         await reply.respond(200, {"tokens": tokens, "count": len(tokens), "max_model_len": limit})
 
     async def _detokenize(self, request: Request, reply: Reply) -> None:
         body = self.plain_object(request)
-        ids = [t for t in body.get("tokens") or () if isinstance(t, int)]
+        tokens = body.get("tokens")
+        ids = [t for t in tokens if isinstance(t, int)] if isinstance(tokens, list) else []
         await reply.respond(200, {"text": _TOKENIZER.decode(ids)})
 
     async def _server_info(self, _request: Request, reply: Reply) -> None:
@@ -98,13 +100,13 @@ class SglangRoutes(Routes):
         info = {
             "model_path": config.model,
             "served_model_name": config.model,
-            "context_length": config.max_model_len,
+            "context_length": config.context_length,
             "max_running_requests": config.max_num_seqs,
             "disaggregation_mode": config.role or "null",
             "disaggregation_bootstrap_port": config.bootstrap_port,
             "status": "ready",
             "max_total_num_tokens": config.blocks * config.block_size,
-            "max_req_input_len": config.max_model_len - 6,
+            "max_req_input_len": config.context_length - 6,
             "internal_states": [{"disaggregation_mode": config.role or "null"}],
             "version": config.version,
         }

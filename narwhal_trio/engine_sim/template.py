@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from narwhal_trio.engine_sim.errors import bad_request, field_error, validation_error
 from narwhal_trio.engine_sim.tokenizer import IM_END, IM_START, THINK, THINK_END, Tokenizer
@@ -19,7 +18,8 @@ __all__ = ["chat_tokens", "content_text", "thinking_enabled"]
 
 def thinking_enabled(body: Mapping[str, Any]) -> bool:
     """`chat_template_kwargs.enable_thinking`, true unless switched off."""
-    return bool((body.get("chat_template_kwargs") or {}).get("enable_thinking", True))
+    kwargs = body.get("chat_template_kwargs")
+    return bool(kwargs.get("enable_thinking", True)) if isinstance(kwargs, dict) else True
 
 
 def content_text(content: Any) -> str:
@@ -44,7 +44,7 @@ def chat_tokens(body: Mapping[str, Any], config: EngineConfig, tokenizer: Tokeni
         parts += [
             IM_START,
             "system\n# Tools\n<tools>\n",
-            msgspec.json.encode(tools).decode(),
+            json.dumps(tools),
             "\n</tools>",
             IM_END,
             "\n",
@@ -74,7 +74,8 @@ def _check_message(at: int, message: Any, config: EngineConfig) -> None:
 
 def _message_text(message: Mapping[str, Any]) -> str:
     text = content_text(message.get("content"))
-    for call in message.get("tool_calls") or ():
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict):
             text += f"\n<tool_call>\n{function.get('name')} {function.get('arguments')}\n</tool_call>"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from narwhal_trio.engine_sim.tokenizer import TOOL, TOOL_END, Tokenizer
 from narwhal_trio.engine_sim.words import WORDS
@@ -90,7 +89,7 @@ def spaced_json(value: Any) -> str:
         return "{" + ", ".join(f"{spaced_json(str(k))}: {spaced_json(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(spaced_json, value)) + "]"
-    return msgspec.json.encode(value).decode()
+    return json.dumps(value, ensure_ascii=False)
 
 
 def example_of(schema: Any, depth: int = 0) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 import trio
 
@@ -160,8 +161,6 @@ async def test_wrong_frames_and_wrong_token_ids(b: Bench) -> None:
 
 
 def _objects(response: ClientResponse) -> list[Any]:
-    import msgspec
-
     return [msgspec.json.decode(data) for data in response.events() if data != b"[DONE]"]
 
 
@@ -236,9 +235,9 @@ async def test_rules_choose_by_leg_count_chance_and_time(b: Bench) -> None:
     await trio.sleep(100)  # the leases of the prefills end
 
     chance = add(Fault(status=500), probability=0.3)
-    for _ in range(200):
+    for _ in range(60):
         await b.post(max_tokens=1)
-    assert 30 < chance.hits < 90
+    assert 5 < chance.hits < 35
     b.engine.faults.clear()
 
     timed = add(Fault(status=500), after=b.world.now + 10, until=b.world.now + 20)

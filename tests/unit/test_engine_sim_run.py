@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import socket
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import pytest
 import trio
 
-from narwhal_trio.engine_sim import EngineConfig, SimEngine, TimeModel
+from narwhal_trio.engine_sim import EngineConfig, MemoryFabric, SimEngine, TimeModel
 from narwhal_trio.engine_sim.run import run_engine
 from narwhal_trio.testing import SimClient
 from narwhal_trio.wire.stream import SocketDialer, parse_address
@@ -76,8 +76,6 @@ async def test_a_taken_port_and_a_bad_address_are_errors() -> None:
 
 
 async def test_trios_own_listeners_are_served_too() -> None:
-    from narwhal_trio.engine_sim import MemoryFabric
-
     [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
     url = f"http://127.0.0.1:{listener.socket.getsockname()[1]}"
     engine = SimEngine(FAST, MemoryFabric())
@@ -90,6 +88,6 @@ async def test_trios_own_listeners_are_served_too() -> None:
 @pytest.mark.parametrize("field", ["blocks", "block_size", "max_num_seqs"])
 def test_bad_settings_name_the_field(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field} must be at least 1"):
-        attrs.evolve(EngineConfig(), **{field: 0})
+        EngineConfig(**cast("dict[str, Any]", {field: 0}))
     with pytest.raises(ValueError, match="prefill_a must be a finite number"):
         TimeModel(prefill_a=float("nan"))
