@@ -6,6 +6,7 @@ only if it still may; whatever ends it earlier, the operator's own disconnect in
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -81,25 +82,27 @@ class LifecycleService:
 
     def refresh(self) -> None:
         """Bring the records up to date with what resides on the engines."""
-        for iid in self.machine.refresh(self.residents, now=trio.current_time(), wall=self._wall()):
+        if not self.machine.draining:
+            return
+        for iid in self.machine.refresh(self._residents(), now=trio.current_time(), wall=self._wall()):
             self._end_work(iid)
 
-    def residents(self, iid: EngineId) -> Residents:
-        """What still needs the engine. Its KV counts for as long as a running request means to decode it."""
-        engine = self._core.fleet.engines[iid]
-        waiting = sum(1 for _ in self._owners(iid))
-        return Residents(len(engine.prefills), len(engine.decodes), waiting)
+    def _residents(self) -> Callable[[EngineId], Residents]:
+        """What still needs an engine, as of now. Its KV counts for as long as a running request means to decode it."""
+        waiting = Counter(producer for producer, _ in self._handoffs())
+        engines = self._core.fleet.engines
+        return lambda iid: Residents(len(engines[iid].prefills), len(engines[iid].decodes), waiting[iid])
 
-    def _owners(self, iid: EngineId) -> Iterator[RequestRun]:
-        """Running requests whose KV lies on the engine, not taken by any decode engine yet."""
+    def _handoffs(self) -> Iterator[tuple[EngineId, RequestRun]]:
+        """Running requests whose KV no decode engine has taken yet, with the engine on which it lies."""
         for run in self._core.running.values():
             entry = run.handoff_entry
-            if entry is not None and entry.producer == iid and entry.result is None:
-                yield run
+            if entry is not None and entry.result is None:
+                yield entry.producer, run
 
     def _end_work(self, iid: EngineId) -> None:
         engine = self._core.fleet.engines[iid]
-        owners = {run.rid: run for run in self._owners(iid)}
+        owners = {run.rid: run for producer, run in self._handoffs() if producer == iid}
         for rid in [*engine.prefills, *engine.decodes]:
             if (run := self._core.running.get(rid)) is not None:
                 owners[rid] = run
@@ -222,7 +225,7 @@ class LifecycleService:
     def document(self, error: str | None = None) -> dict[str, Any]:
         """The `narwhal.lifecycle` document. error: why an order was not followed."""
         now, readiness = trio.current_time(), self._core.readiness
-        machine = self.machine
+        machine, residents = self.machine, self._residents()
         return {
             "schema": SCHEMA,
             "schema_version": SCHEMA_VERSION,
@@ -235,17 +238,16 @@ class LifecycleService:
                 "active": machine.wave_id is not None,
                 "ready_to_stop": machine.wave_ready_to_stop,
             },
-            "engines": {engine.id: self._entry(engine) for engine in self._core.fleet},
+            "engines": {engine.id: self._entry(engine, residents(engine.id)) for engine in self._core.fleet},
             "events": list(machine.events),
             "engine_restart_policy": self._core.config.recovery.engine_restart_policy,
             "process_starts": {},
             "error": error,
         }
 
-    def _entry(self, engine: Engine) -> dict[str, Any]:
+    def _entry(self, engine: Engine, found: Residents) -> dict[str, Any]:
         record = self.machine.records.get(engine.id)
         state = self.machine.state(engine.id)
-        found = self.residents(engine.id)
         durable = record.durable() if record else {}
         return {
             "role": engine.role.value,

@@ -29,6 +29,8 @@ T = TypeVar("T")
 SCHEMA: Final = "narwhal.router-lease"
 SCHEMA_VERSION: Final = 1
 LOCK_PAUSE_S: Final = 0.01
+MAX_EPOCH: Final = 2**53
+"""Largest epoch taken for one: JSON readers agree on integers up to here."""
 
 
 class _Document(msgspec.Struct):
@@ -135,7 +137,11 @@ class FileLeaseStore(LeaseStore):
         if (found.schema, found.schema_version) != (SCHEMA, SCHEMA_VERSION):
             what = f"{found.schema!r} version {found.schema_version}"
             raise LeaseUnavailable(f"{self.path} is {what}, not {SCHEMA} version {SCHEMA_VERSION}")
-        if found.epoch < 1 or not found.holder or not math.isfinite(found.expires_at - found.updated_at):
+        if (
+            not 1 <= found.epoch <= MAX_EPOCH
+            or not found.holder
+            or not math.isfinite(found.expires_at - found.updated_at)
+        ):
             raise LeaseUnavailable(f"{self.path} is not a valid lease: epoch {found.epoch}, holder {found.holder!r}")
         return Lease(found.epoch, found.holder, found.expires_at, found.updated_at, found.revision)
 

@@ -11,6 +11,7 @@ import msgspec
 import trio
 
 from narwhal_trio.scheduling.fleet import Hold
+from narwhal_trio.scheduling.lifecycle import EngineState  # noqa: TC001 - msgspec reads annotations at run time
 from narwhal_trio.types import EngineId, Role, Terminal
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class _Check(msgspec.Struct):
 
 class _Record(msgspec.Struct):
     iid: str
-    state: str
+    state: EngineState
     requested_at: float
     deadline_at: float
     force: bool = False
@@ -105,6 +106,10 @@ def read_handoff(data: bytes) -> HandoffDocument:
         document = msgspec.json.decode(data, type=HandoffDocument)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise HandoffUnusable(f"not a {SCHEMA} document: {exc}") from None
+    try:
+        msgspec.json.encode(document)
+    except OverflowError:  # an integer that can be read and not be written again
+        raise HandoffUnusable(f"not a {SCHEMA} document: an integer is out of range") from None
     if (document.schema, document.schema_version) != (SCHEMA, SCHEMA_VERSION):
         what = f"{document.schema!r} version {document.schema_version}"
         raise HandoffUnusable(f"{what}, not {SCHEMA} version {SCHEMA_VERSION}")

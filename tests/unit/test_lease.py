@@ -140,6 +140,20 @@ def test_others_wait_for_the_whole_length_of_an_unchanged_record_by_their_own_cl
             "epoch 0",
         ),
         (
+            (
+                b'{"schema":"narwhal.router-lease","schema_version":1,"epoch":9007199254740993,"holder":"a",'
+                b'"expires_at":2,"updated_at":1}'
+            ),
+            "epoch 9007199254740993",
+        ),
+        (
+            (
+                b'{"schema":"narwhal.router-lease","schema_version":1,"epoch":99999999999999999999999,"holder":"a",'
+                b'"expires_at":2,"updated_at":1}'
+            ),
+            "epoch",
+        ),
+        (
             b'{"schema":"narwhal.router-lease","schema_version":1,"epoch":1,"holder":"","expires_at":2,"updated_at":1}',
             "holder ''",
         ),
@@ -149,9 +163,9 @@ async def test_something_else_in_the_file_is_nobody_s_lease(tmp_path: Path, cont
     path = tmp_path / "lease"
     path.write_bytes(content)
     a = store(path)
-    for call in (a.read(), a.claim("a:1", LENGTH, replacing=None), a.renew(Lease(1, "a", 2, 1), LENGTH)):
+    for call in (a.read, lambda: a.claim("a:1", LENGTH, replacing=None), lambda: a.renew(Lease(1, "a", 2, 1), LENGTH)):
         with pytest.raises(LeaseUnavailable, match=match):
-            await call
+            await call()
     assert path.read_bytes() == content
 
 

@@ -127,6 +127,10 @@ async def test_what_counts_as_a_primary_in_control(
         ({"epoch": "3"}, r"\$\.epoch"),
         ({"counters": None}, r"\$\.counters"),
         ({"lifecycle": {"records": [{"iid": "p0"}]}}, "missing required field"),
+        (
+            {"lifecycle": {"records": [{"iid": "p0", "state": "gone", "requested_at": 1, "deadline_at": 1}]}},
+            "Invalid enum value 'gone'",
+        ),
     ],
 )
 async def test_a_document_that_is_none_is_no_miss_and_keeps_the_last_good_one(
