@@ -1,0 +1,196 @@
+"""Random histories of a whole fleet: clients of every temper, engines that fail, die and return, and the laws after every step.
+
+As a program: `python -m tests.sim.histories --requests 100000` runs seed after seed until so many requests have ended, and prints which
+endings it saw. A failing seed is printed with how to replay it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import h11
+import trio
+
+from narwhal_trio.engine_sim import MISSING, Fault, TimeModel, overloaded
+from narwhal_trio.router.gauges import at_rest_gauges
+from narwhal_trio.testing import Link, World, run_world
+from tests.sim.fleet import CHAT, COMPLETIONS, Fleet, chat, fleet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["history", "run_history"]
+
+FAST = TimeModel().scaled(0.05)
+GONE = (trio.BrokenResourceError, trio.ClosedResourceError, h11.RemoteProtocolError, h11.LocalProtocolError)
+
+FAULTS: list[Callable[[random.Random], Fault]] = [
+    lambda rng: overloaded(),
+    lambda rng: Fault(status=rng.choice([400, 404, 408, 422, 429, 500, 502, 504]), body={"error": "no"}),
+    lambda rng: Fault(delay_head_s=rng.uniform(0, 2)),
+    lambda rng: Fault(hang_head=True),
+    lambda rng: Fault(hang_body=True),
+    lambda rng: Fault(cut_after_bytes=rng.randrange(200)),
+    lambda rng: Fault(cut_after_events=rng.randrange(4), reset=rng.random() < 0.5),
+    lambda rng: Fault(silence_after_events=rng.randrange(4), silence_s=rng.uniform(0, 5)),
+    lambda rng: Fault(frame_at=rng.randrange(3)),
+    lambda rng: Fault(token_ids_at=rng.randrange(3), token_ids=rng.choice([MISSING, [True], [-1], "x", None])),
+    lambda rng: Fault(error_at=rng.randrange(3), error_done=rng.random() < 0.5),
+    lambda rng: Fault(no_done=True),
+    lambda rng: Fault(gzip=True),
+]
+
+BODIES: list[Callable[[random.Random], tuple[str, Any]]] = [
+    lambda rng: (CHAT, chat(f"q{rng.random()}", max_tokens=rng.randint(1, 20), stream=True)),
+    lambda rng: (CHAT, chat(f"q{rng.random()}", max_tokens=rng.randint(1, 20))),
+    lambda rng: (COMPLETIONS, {"prompt": "x " * rng.randint(1, 200), "max_tokens": rng.randint(1, 20)}),
+    lambda rng: (COMPLETIONS, {"prompt": [1, 2, 3], "max_tokens": 400, "stream": True, "ignore_eos": True}),
+    lambda rng: (
+        COMPLETIONS,
+        rng.choice([{}, [], {"prompt": 1}, {"prompt": "x", "model": "other"}, {"prompt": "x", "n": 2}]),
+    ),
+]
+
+
+async def _client(f: Fleet, rng: random.Random) -> None:
+    """One request by a client of random temper."""
+    client = await f.client()
+    path, body = rng.choice(BODIES)(rng)
+    headers: dict[str, str] = {}
+    if rng.random() < 0.3:
+        headers["x-request-timeout"] = rng.choice(["0", "0.05", "0.5", f"{rng.uniform(0, 3):.4f}"])
+    patience = rng.uniform(0, 2) if rng.random() < 0.4 else 60.0
+    with trio.move_on_after(patience):
+        try:
+            if rng.random() < 0.1:
+                await client.send_request("POST", path, body=b'{"prompt"', headers=headers | {"content-length": "99"})
+                await client.receive_response()
+            elif rng.random() < 0.1:
+                await client.send_request("POST", path, json=body, headers=headers)
+                await trio.sleep(rng.uniform(0, 1))  # reads late, or never
+                if rng.random() < 0.5:
+                    await client.receive_response()
+            else:
+                await client.post(path, body, headers=headers)
+        except GONE:
+            pass
+    end = rng.random()
+    try:
+        if end < 0.2:
+            client.stream.connection.reset()  # type: ignore[attr-defined]
+        elif end < 0.4:
+            await client.half_close()
+            await trio.sleep(0.01)
+    except GONE:
+        pass
+    client.disconnect()
+
+
+async def _weather(f: Fleet, rng: random.Random, nursery: trio.Nursery) -> None:
+    """Faults come and go; now and then an engine dies and returns, a running request is deleted, or time passes."""
+    while True:
+        await trio.sleep(rng.uniform(0.05, 0.6))
+        engine = f.engines[rng.choice(list(f.engines))]
+        event = rng.random()
+        if event < 0.6:
+            engine.faults.add(rng.choice(FAULTS)(rng), path=rng.choice([CHAT, COMPLETIONS]), times=rng.randint(1, 3))
+        elif event < 0.75:
+            engine.faults.clear()
+        elif event < 0.85 and engine.condition == "up":
+            engine.kill()
+            await trio.sleep(rng.uniform(0, 0.5))
+            engine.restart()
+            await nursery.start(engine.serve, f.world.network.listen(engine.config.name, 8000))
+        elif f.router.core.running:
+            f.router.cancel(rng.choice(list(f.router.core.running)))
+
+
+async def _laws(f: Fleet) -> None:
+    """Check the books again and again while everything happens."""
+    core = f.router.core
+    while True:
+        await trio.sleep(0.05)
+        problems = core.accounting.check_laws(gauges=at_rest_gauges(core))
+        assert problems == []
+        assert len(core.running) == core.accounting.open
+        assert core.inflight <= core.config.serving.max_connections
+        assert core.inflight <= core.retained
+
+
+async def history(world: World, requests: int) -> Counter[str]:
+    """One fleet's life; returns how often each condition ended a request."""
+    rng = world.rng
+    limits = {
+        "max_connections": rng.randint(1, 12),
+        "queue_capacity": rng.choice([0, 4, 20]),
+        "queue_timeout_s": 1.0,
+        "prefill_concurrency": rng.choice([0, 1, 3]),
+        "decode_concurrency": rng.choice([0, 1, 3]),
+        "prefill_timeout_s": 1.5,
+        "request_timeout_s": 20.0,
+        "max_attempts": rng.choice([1, 2, 3]),
+        "fair_queue": rng.random() < 0.3,
+    }
+    engine = {"first_token_timeout_s": 1.5, "decode_read_timeout_s": 1.0, "kv_lease_s": 10.0, "connect_timeout_s": 1.0}
+    sections = {"serving": limits, "engine": engine, "server": {"write_timeout_s": 1.0}}
+    async with fleet(world, rng.randint(1, 3), rng.randint(1, 3), time=FAST, sim={"lease_s": 10.0}, **sections) as f:
+        numbers = iter(range(requests))
+
+        async def clients() -> None:
+            for _ in numbers:
+                await _client(f, rng)
+
+        async with trio.open_nursery() as engines:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_weather, f, rng, engines)
+                nursery.start_soon(_laws, f)
+                async with trio.open_nursery() as crowd:
+                    for _ in range(rng.randint(2, 24)):
+                        crowd.start_soon(clients)
+                await f.router.core.wait_idle()
+                nursery.cancel_scope.cancel()
+            for item in f.engines.values():
+                item.faults.clear()
+            await f.at_rest(requests=requests)
+            engines.cancel_scope.cancel()
+        return Counter(row["condition"] for row in f.rows)
+
+
+def run_history(seed: int, requests: int = 80) -> Counter[str]:
+    """One history by its seed."""
+    rng = random.Random(seed)
+    link = Link(
+        latency_s=rng.choice([0.0, 0.0002, 0.002]), capacity=rng.choice([512, 4096, 65536]), chop=rng.random() < 0.5
+    )
+
+    async def main(world: World) -> Counter[str]:
+        return await history(world, requests)
+
+    return run_world(main, seed, link=link, limit_s=2000.0)
+
+
+def _program() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0, help="first seed")
+    args = parser.parse_args()
+    total: Counter[str] = Counter()
+    seed, started = args.seed, time.monotonic()
+    while total.total() < args.requests:
+        try:
+            total += run_history(seed)
+        except BaseException:
+            print(f"seed {seed} failed; replay: python -m tests.sim.histories --seed {seed} --requests 1", flush=True)
+            raise
+        seed += 1
+    print(f"{total.total()} requests in {seed - args.seed} histories, {time.monotonic() - started:.0f} s; endings:")
+    for condition, count in total.most_common():
+        print(f"  {condition:24} {count}")
+
+
+if __name__ == "__main__":
+    _program()
