@@ -175,10 +175,12 @@ async def relay(run: RequestRun, claim: Claim, leg: Leg, prefilled: trio.Event |
     """Run the decode leg to its end."""
     state = _Relay(run, claim, prefilled)
     engine = claim.engine.id
+    # Made outside the timer: what it tells the engine is the time left for the request, not for its first token.
+    call = EngineLeg(run, engine, leg, Role.DECODE)
     state.timer.deadline = trio.current_time() + state.first_token_s
     with state.timer:
         try:
-            async with EngineLeg(run, engine, leg, Role.DECODE) as exchange:
+            async with call as exchange:
                 if exchange.status != 200:
                     return await failure_of_response(exchange, engine, Phase.FIRST_TOKEN, Role.DECODE)
                 fault = await state.pump(exchange)

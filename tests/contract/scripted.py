@@ -434,9 +434,15 @@ def run(check: Callable[[Scripted], Awaitable[None]], *, seed: int = 1, rest: bo
     """Run `check` against a scripted fleet in a world of its own; nothing of any request may be left afterwards."""
 
     async def main(world: World) -> None:
+        failure: Exception | None = None
         async with scripted(world, **options) as f:
-            await check(f)
-            if rest:
-                await f.at_rest()
+            try:
+                await check(f)
+                if rest:
+                    await f.at_rest()
+            except Exception as exc:
+                failure = exc  # carried around the nurseries, so that it arrives as it is
+        if failure is not None:
+            raise failure
 
     run_world(main, seed)
