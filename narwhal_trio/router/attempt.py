@@ -28,6 +28,8 @@ __all__ = ["LegFailure", "run_attempt"]
 
 async def run_attempt(run: RequestRun) -> Outcome | LegFailure:
     """One try at serving `run`; an `Outcome` is final, a `LegFailure` may be retried."""
+    for milestone in ("prefill_sent", "prefilled", "decode_sent", "first_token"):
+        run.record.milestones.pop(milestone, None)  # an earlier attempt's instants would pass for this one's
     if run.core.dialect.rendezvous:
         return await _rendezvous(run)
     return await _sequential(run)

@@ -24,6 +24,7 @@ from narwhal_trio.scheduling.admission_policy import AdmissionPolicy, AdmissionS
 from narwhal_trio.scheduling.coverage import missing_engines
 from narwhal_trio.scheduling.fleet import Claim, Engine, Fleet
 from narwhal_trio.scheduling.ledger import HandoffLedger
+from narwhal_trio.scheduling.placement import Targets
 from narwhal_trio.scheduling.readiness import Readiness
 from narwhal_trio.scheduling.retry import RetryBudget, RetryPolicy
 from narwhal_trio.types import AbortCause, EngineId, RequestId, Role
@@ -145,6 +146,9 @@ class RouterCore:
         self.decode_queue: FifoQueue[Claim] = FifoQueue()
         self.ledger = HandoffLedger()
         self.policy = AdmissionPolicy(AdmissionSettings.of(config), self.fleet, self.ledger)
+        self.targets = (
+            Targets(ttft_s=config.slo.ttft_s, tpot_s=config.slo.tpot_s) if serving.admission == "predictive" else None
+        )
         self.sizer = Sizer(self, timed)
         self.retry_policy = RetryPolicy(serving.max_attempts, serving.retry_base_s, serving.retry_cap_s)
         self.retry_budget = RetryBudget(serving.retry_budget, serving.retry_replenish)

@@ -100,7 +100,14 @@ def _placed(run: RequestRun, role: Role) -> Engine | None:
         raise hold
     assert run.work is not None
     try:
-        placement = place(run.core.fleet, run.work, role, exclude=run.excluded[role], producer=run.producer)
+        placement = place(
+            run.core.fleet,
+            run.work,
+            role,
+            exclude=run.excluded[role],
+            producer=run.producer,
+            targets=run.core.targets,
+        )
     except NoEngine as exc:
         raise Refusal(Condition.NO_ENGINE, "no engine is available for this request", detail=str(exc)) from None
     return None if placement is None else placement.engine
