@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import trio
 
+from narwhal_trio import open_router
 from narwhal_trio.ha.file_lease import FileLeaseStore
 from narwhal_trio.ha.files import FileTimeoutError, FileWorker, write_atomically
 from narwhal_trio.ha.lease import Lease, LeaseObserver, LeaseUnavailable
+from narwhal_trio.testing import SimNetwork
+from tests.sim.fleet import fleet_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -268,3 +271,28 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
         write_atomically(path, b"three")
     assert path.read_bytes() == b"two"
     assert [p.name for p in path.parent.iterdir()] == ["state.json"], "no rests"
+
+
+async def test_a_router_holds_the_lease_while_it_is_open_and_gives_it_back(tmp_path: Path) -> None:
+    """With threads and the real clock, as in production."""
+    path = tmp_path / "lease.json"
+    config = fleet_config(
+        1,
+        1,
+        ha={"backend": "file", "lease_path": str(path), "router_id": "a", "renew_s": 0.02},
+        recovery={"state_path": str(tmp_path / "state.json"), "liveness_every": 0, "health": {"min_samples": 1}},
+    )
+    async with open_router(config, dialer=SimNetwork(), environ={}) as router:
+        assert router.core.arrival_hold() is None, "claimed before anybody could ask"
+        first = document(path)
+        assert first["holder"].startswith("a:")
+        assert first["epoch"] == 1
+        with trio.fail_after(10):
+            while document(path)["revision"] < first["revision"] + 3:
+                await trio.sleep(0.01)
+        assert router.core.readiness.lease_until > trio.current_time()
+    left = document(path)
+    assert left["expires_at"] == left["updated_at"]
+    assert json.loads((tmp_path / "state.json").read_bytes())["epoch"] == 1
+    async with open_router(config, dialer=SimNetwork(), environ={}) as router:
+        assert router.core.readiness.epoch == 2

@@ -341,6 +341,28 @@ def test_an_unreadable_lease_is_told_as_what_it_is(tmp_path: Path) -> None:
     run_world(main, 11)
 
 
+def test_a_disk_that_hangs_at_the_start_keeps_the_router_from_serving_not_from_starting(tmp_path: Path) -> None:
+    async def main(world: World) -> None:
+        async with site(world) as s:
+            path = tmp_path / "lease"
+            store = CuttableStore(path)
+            store.hang = True
+            a = await s.router("a", store=store, ha=ha(path), recovery={"state_path": ""})
+            assert world.now <= 2.1
+            told = refusal(await s.ask("a"))
+            assert told == (
+                503,
+                "router_not_ready",
+                "fenced",
+                "1",
+                "lease unavailable: the lease file took longer than 2 s",
+            )
+            store.hang = False
+            assert await until(lambda: a.serving) <= 2.5
+
+    run_world(main, 13)
+
+
 async def test_etcd_is_refused_at_the_start(tmp_path: Path) -> None:
     config = fleet_config(1, 1, ha={"backend": "etcd", "endpoints": ["http://127.0.0.1:2379"]})
     with pytest.raises(ConfigError, match=r"ha\.backend: etcd leases are not implemented"):

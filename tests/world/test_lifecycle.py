@@ -10,8 +10,9 @@ import trio
 
 from narwhal_trio.engine_sim.faults import Fault
 from narwhal_trio.scheduling.fleet import Hold
-from narwhal_trio.testing import End, SimClient, World, run_world
-from narwhal_trio.types import Role
+from narwhal_trio.scheduling.lifecycle import DrainOrder, EngineState, ReadmitOrder
+from narwhal_trio.testing import CancelPoint, End, SimClient, World, cancel_at_every_step, run_world
+from narwhal_trio.types import EngineId, Role
 from narwhal_trio.wire.stream import parse_address
 from tests.sim.fleet import CHAT, COMPLETIONS, chat
 from tests.world.routers import Site, refusal, site
@@ -439,3 +440,33 @@ def test_a_router_out_of_control_follows_no_orders(tmp_path: Any) -> None:
             assert await state(s, "p0") == "active"
 
     run_world(main, 13)
+
+
+def test_a_readmission_that_ends_at_any_step_leaves_nothing_behind() -> None:
+    async def run(world: World, point: CancelPoint) -> None:
+        async with site(world, 1, 2) as s:
+            a = await s.router("a", recovery=QUICK | {"liveness_every": 0})
+            service = a.router.control.lifecycle
+            assert service.drain(DrainOrder(("d0",)))[0] == 200
+            answers = []
+            with trio.CancelScope() as scope, point.watch(scope.cancel):
+                answers.append(await service.readmit(ReadmitOrder(("d0",))))
+            core = a.router.core
+            assert core.control_wire.statistics().in_use == 0
+            state = service.machine.state(EngineId("d0"))
+            held = Hold.DRAINING in core.fleet.engines[EngineId("d0")].holds
+            if answers:
+                assert answers[0][0] == 200
+                assert (state, held) == (EngineState.ACTIVE, False)
+            else:
+                assert (state, held) == (EngineState.DRAINED, True)
+                assert (await service.readmit(ReadmitOrder(("d0",))))[0] == 200
+            await trio.sleep(core.config.kv_lease_s + 1)
+            core.ledger.sweep(world.now)
+            assert core.ledger.open == 0
+            assert core.ledger.stranded_tokens == {}
+            for engine in s.engines.values():
+                found = engine.state()
+                assert (found.running, found.waiting, found.kv_held) == (0, 0, 0)
+
+    assert cancel_at_every_step(run) > 20
