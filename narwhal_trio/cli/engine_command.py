@@ -70,12 +70,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _serve(bind: str, config: EngineConfig) -> None:
+    failure: Exception | None = None
     with trio.open_signal_receiver(signal.SIGTERM) as signals:
         async with trio.open_nursery() as nursery:
-            _, url = await nursery.start(run_engine, bind, config)
-            print(f"ready on {url}", file=sys.stderr, flush=True)
-            await anext(signals)
+            try:
+                _, url = await nursery.start(run_engine, bind, config)
+            except (OSError, ValueError) as exc:
+                failure = exc  # carried around the nursery, so that it leaves as itself
+            else:
+                print(f"ready on {url}", file=sys.stderr, flush=True)
+                await anext(signals)
             nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
 
 
 def _number(text: str, what: str, least: float) -> float:

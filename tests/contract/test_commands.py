@@ -1,0 +1,171 @@
+"""The commands as processes: what they print, how they exit, what a signal does."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+COMMAND = [sys.executable, "-m", "narwhal_trio"]
+
+
+def run(*args: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *args], capture_output=True, text=True, timeout=timeout, check=False)
+
+
+@contextmanager
+def started(*args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A command that prints `ready on URL`; ended by force if the test leaves it running."""
+    process = subprocess.Popen([*COMMAND, *args], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("ready on "):
+                yield process, line.removeprefix("ready on ").strip()
+                break
+        else:
+            pytest.fail(f"{args[0]} did not become ready")
+    finally:
+        process.kill()
+        process.wait()
+        if process.stderr is not None:
+            process.stderr.close()
+
+
+@contextmanager
+def site(tmp_path: Path, **serving: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Two engines and a router, each a process of its own."""
+    with (
+        started("engine", "--bind", "127.0.0.1:0", "--name", "p") as (_, prefill),
+        started("engine", "--bind", "127.0.0.1:0", "--name", "d") as (_, decode),
+    ):
+        config = tmp_path / "router.toml"
+        lines = [f"{key} = {json.dumps(value)}" for key, value in ({"admission": "open"} | serving).items()]
+        config.write_text(
+            'model = "narwhal-sim"\n[slo]\nttft_s = 2.0\ntpot_s = 0.1\n[serving]\n'
+            + "\n".join(lines)
+            + f'\n[journal]\npath = "{tmp_path}/journal.jsonl"\n[recovery]\nstate_path = ""\n'
+            + f'[[engines]]\niid = "p"\nurl = "{prefill}"\nrole = "prefill"\n'
+            + f'[[engines]]\niid = "d"\nurl = "{decode}"\nrole = "decode"\n'
+        )
+        with started("serve", "--config", str(config), "--bind", "127.0.0.1:0") as router:
+            yield router
+
+
+def rows(tmp_path: Path) -> list[dict[str, object]]:
+    found = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    return [row for row in found if "terminal" in row]
+
+
+BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+LONG = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20_000, "stream": True, "ignore_eos": True}
+
+
+def test_serve_answers_and_drains_on_sigterm(tmp_path: Path) -> None:
+    with site(tmp_path, graceful_timeout_s=1) as (process, url):
+        assert httpx.post(f"{url}/v1/chat/completions", json=BODY, timeout=30).status_code == 200
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=LONG, timeout=30) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: {")
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            ready = httpx.get(f"{url}/ready", timeout=30)
+            assert (ready.status_code, ready.headers["retry-after"]) == (503, "1")
+            refused = httpx.post(f"{url}/v1/chat/completions", json=BODY, timeout=30)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+            last = [line for line in lines if line][-1]
+            error = json.loads(last.removeprefix("data: "))["error"]
+            assert (error["type"], error["code"]) == ("router_not_ready", "draining")
+        assert process.wait(timeout=30) == 0
+        assert [row["terminal"] for row in rows(tmp_path)] == ["completed", "rejected", "cancelled"]
+        assert rows(tmp_path)[-1]["cancelled_cause"] == "shutdown"
+
+
+def test_a_stream_that_ends_within_the_grace_ends_properly(tmp_path: Path) -> None:
+    with site(tmp_path, graceful_timeout_s=30) as (process, url):
+        short = LONG | {"max_tokens": 60}
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=short, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert process.wait(timeout=30) == 0
+        assert [row["terminal"] for row in rows(tmp_path)] == ["completed"]
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    with site(tmp_path, graceful_timeout_s=600) as (process, url):
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=LONG, timeout=30) as stream:
+            lines = stream.iter_lines()  # kept: dropping it would close the stream
+            next(lines)
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=30) == 130
+        assert rows(tmp_path)[-1]["terminal"] == "cancelled"
+
+
+def test_a_port_in_use_is_exit_1(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        bind = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = run("serve", "--config", "conf/simulated.toml", "--bind", bind)
+        assert done.returncode == 1
+        assert bind in done.stderr
+        assert "Traceback" not in done.stderr
+        done = run("engine", "--bind", bind)
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+
+
+def test_bad_configuration_is_exit_2_with_all_problems(tmp_path: Path) -> None:
+    config = tmp_path / "bad.toml"
+    config.write_text("model = 5\nengines = []\n[serving]\nqueue_capcity = 3\nmax_attempts = 9\n")
+    for command in ("serve", "check", "config"):
+        done = run(command, "--config", str(config))
+        assert done.returncode == 2
+        for piece in ("model", "engines", "queue_capcity", "queue_capacity", "max_attempts", "slo"):
+            assert piece in done.stderr
+        assert done.stdout == ""
+    assert run("serve").returncode == 2
+    assert run("dance").returncode == 2
+    assert run("serve", "--config", str(tmp_path / "missing.toml")).returncode == 2
+
+
+def test_config_prints_what_is_in_force() -> None:
+    done = run("config", "--config", "conf/simulated.toml")
+    assert done.returncode == 0
+    document = json.loads(done.stdout)
+    assert document["model"] == "narwhal-sim"
+
+
+def test_demo_once_exits_0_and_tells_what_happened() -> None:
+    done = run("demo", "--once", "--bind", "127.0.0.1:0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for piece in ("completed", "expired", "cancelled", "invalid", "0 still running"):
+        assert piece in done.stdout
+
+
+def test_the_journal_of_a_run_can_be_read(tmp_path: Path) -> None:
+    with site(tmp_path) as (process, url):
+        for _ in range(3):
+            assert httpx.post(f"{url}/v1/chat/completions", json=BODY, timeout=30).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+    done = run("journal", str(tmp_path / "journal.jsonl"))
+    assert done.returncode == 0
+    assert "completed" in done.stdout
