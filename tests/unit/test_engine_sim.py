@@ -514,3 +514,61 @@ async def test_idle_connections_are_closed_and_pipelined_requests_answered(world
         start = world.now
         await client.wait_closed()
         assert world.now - start == pytest.approx(5)
+
+
+@world_test
+async def test_comments_keep_a_silent_stream_alive(world: World) -> None:
+    slow = attrs.evolve(TIME, prefill_c=3.5)
+    async with fleet(world, "e", keep_alive_comment_s=1.0, time=slow) as f:
+        client = await f.client("e")
+        response = await client.post("/v1/completions", {"prompt": "x", "max_tokens": 3, "stream": True})
+        assert response.body.startswith(b": keep-alive\n\n" * 3 + b"data: {")
+        assert response.body.count(b": keep-alive") == 3
+        assert response.body.endswith(b"data: [DONE]\n\n")
+
+
+@world_test
+async def test_an_abort_is_no_success(world: World) -> None:
+    async with fleet(world, "e") as f:
+        client = await f.client("e")
+        await client.send_request("POST", "/v1/completions", json={"prompt": "x", "max_tokens": 900, "stream": True})
+        await client.receive_event()
+        client.disconnect()
+        await f.complete("e")
+        text = (await (await f.client("e")).get("/metrics")).body.decode()
+        assert 'vllm:request_success_total{engine="0",finished_reason="abort",model_name="sim"} 0.0' in text
+        assert 'vllm:request_success_total{engine="0",finished_reason="length",model_name="sim"} 1.0' in text
+        assert f.e.state().aborted == 1
+
+
+@world_test
+async def test_closing_the_listener_leaves_connections_alone(world: World) -> None:
+    engine = SimEngine(attrs.evolve(CONFIG, name="e"), MemoryFabric())
+    async with trio.open_nursery() as nursery:
+        listener = world.network.listen("e", 80)
+        await nursery.start(engine.serve, listener)
+        client = await SimClient.connect(world.network, parse_address("http://e"))
+        await client.send_request("POST", "/v1/completions", json={"prompt": "x", "max_tokens": 20})
+        await trio.sleep(0.5)
+        listener.close_now()
+        await trio.sleep(0.1)
+        with pytest.raises(ConnectionRefusedError):
+            await world.network.dial(parse_address("http://e"))
+        assert (await client.receive_response()).status == 200
+        await nursery.start(engine.serve, world.network.listen("e", 80))
+        again = await SimClient.connect(world.network, parse_address("http://e"))
+        assert (await again.get("/health")).status == 200
+        nursery.cancel_scope.cancel()
+
+
+@world_test
+async def test_a_hanging_producer_costs_the_handshake_timeout(world: World) -> None:
+    async with fleet(world, "p", "d", fabric="http") as f:
+        kv = await f.hand_off()
+        f.p.faults.accept = "hang"
+        client = await f.client("d")
+        start = world.now
+        response = await client.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2, "kv_transfer_params": kv})
+        assert response.status == 500
+        assert world.now - start == pytest.approx(5)
+        assert idle(f.d.state())
