@@ -335,5 +335,5 @@ class AsgiSink(EdgeSink):
                     log.debug("the server refused a part of a response", error=repr(exc))
                 self._sending = False
                 self._lot.unpark_all()
-                if self.broken:
-                    return
+                if self.broken or self.aborted:
+                    return  # a server that shields its send may have brought us here past the cancellation

@@ -135,11 +135,13 @@ class Http1Inbound(Inbound):
                 collector.feed(self._take())
                 if held_back:
                     reader.changed()
-            elif reader.eof:
+                if self.framing.done:
+                    break
+                # What is left in the buffer cannot be understood without more.
+            if reader.eof:
                 await self._client_lost()
-            else:
-                await self._allow_body()
-                await reader.fill()
+            await self._allow_body()
+            await reader.fill()
         return collector.finish()
 
     def _take(self) -> bytes:

@@ -121,21 +121,40 @@ class Http1Sink(EdgeSink):
         await trio.lowlevel.checkpoint_if_cancelled()
 
     async def write(self, data: bytes) -> None:
+        framed = self._framed(data)
+        if framed:
+            await self._send(framed)
+
+    def write_nowait(self, data: bytes) -> bool:
+        framed = self._framed(data)
+        if not framed:
+            return True
+        self.committed = True
+        self._pending = b""
+        self.clean = False
+        try:
+            sent = self._stream.send_nowait(framed)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            self._lost()
+            raise
+        if sent != len(framed):
+            self._unwritten = framed[sent:]
+            return False
+        self.clean = True
+        return True
+
+    async def flush(self) -> None:
+        data, self._unwritten = self._unwritten, b""
+        if data:
+            await self._put(data)
+
+    def _framed(self, data: bytes) -> bytes:
+        """Body bytes as they go out, the head in front of the first of them; b"" where there is nothing to send."""
         self.check_open()
-        if not data:
-            return
         pending = self._pending
-        if self._mute:
-            data = b""
-        elif not self._raw:
-            data = b"%b%x\r\n%b\r\n" % (pending, len(data), data)
-        elif pending:
-            data = pending + data
-        if self._mute:
-            if not pending:
-                return
-            data = pending
-        await self._send(data)
+        if not data or self._mute:
+            return pending if data else b""
+        return pending + data if self._raw else b"%b%x\r\n%b\r\n" % (pending, len(data), data)
 
     async def finish(self) -> None:
         self.check_open()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import h2.events
 import h2.exceptions
 from h2.errors import ErrorCodes
-from hypercorn.protocol.events import Request, StreamClosed
+from hypercorn.protocol.events import Request, Response, StreamClosed
 from hypercorn.protocol.h2 import BUFFER_LOW_WATER, H2Protocol, StreamBuffer
 from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.utils import filter_pseudo_headers
@@ -47,6 +47,8 @@ class ContainedH2(H2Protocol):
         super().__init__(*parts)
         self._uploading: set[int] = set()
         """Streams whose client has not ended its request."""
+        self._begun: set[int] = set()
+        """Streams whose response head has been queued."""
 
     async def _handle_events(self, events: list[h2.events.Event]) -> None:
         for event in events:
@@ -120,14 +122,25 @@ class ContainedH2(H2Protocol):
         await self._flush()
 
     async def stream_send(self, event: StreamEvent) -> None:
-        if isinstance(event, StreamClosed):
+        if isinstance(event, Response):
+            if event.stream_id in self._begun:
+                # hypercorn takes a head whose sending was cancelled for none, and answers an error. The head is out.
+                await self._break_off(event.stream_id)
+                return
+            self._begun.add(event.stream_id)
+        elif isinstance(event, StreamClosed):
+            self._begun.discard(event.stream_id)
             buffer = self.stream_buffers.get(event.stream_id)
             if buffer is not None and not buffer.complete:
                 # The application left without an end, or before it was sent. Without a reset the client would wait for ever.
-                self._reset(event.stream_id, ErrorCodes.INTERNAL_ERROR)
-                await buffer.close()
-                await self._flush()
+                await self._break_off(event.stream_id)
         await super().stream_send(event)
+
+    async def _break_off(self, stream_id: int) -> None:
+        self._reset(stream_id, ErrorCodes.INTERNAL_ERROR)
+        if (buffer := self.stream_buffers.get(stream_id)) is not None:
+            await buffer.close()
+        await self._flush()
 
     async def _send_data(self, stream_id: int) -> None:
         await super()._send_data(stream_id)

@@ -192,16 +192,18 @@ class H2Client(Client):
         self.connection.send_headers(stream_id, fields, end_stream=end and not request.body)
         await self.flush()
         body = request.body
-        while body and not self.ended:
-            size = min(
-                self.connection.local_flow_control_window(stream_id), self.connection.max_outbound_frame_size, len(body)
-            )
-            if size <= 0:
-                await self._lot.park()
-                continue
-            piece, body = body[:size], body[size:]
-            self.connection.send_data(stream_id, piece, end_stream=end and not body)
-            await self.flush()
+        try:
+            while body and not self.ended:
+                window = self.connection.local_flow_control_window(stream_id)
+                size = min(window, self.connection.max_outbound_frame_size, len(body))
+                if size <= 0:
+                    await self._lot.park()
+                    continue
+                piece, body = body[:size], body[size:]
+                self.connection.send_data(stream_id, piece, end_stream=end and not body)
+                await self.flush()
+        except h2.exceptions.StreamClosedError:
+            pass  # answered and reset meanwhile
         return stream_id
 
     async def answer(self, stream_id: int = 1) -> Answer:
