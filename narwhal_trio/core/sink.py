@@ -89,6 +89,22 @@ class Sink(abc.ABC):
     async def write(self, data: bytes) -> None:
         """Send body bytes of a streamed response, as they are; returns when the transport has taken them all."""
 
+    _unwritten: bytes = b""
+
+    def write_nowait(self, data: bytes) -> bool:
+        """As `write`, as far as that needs no waiting. False if something is left: then `flush` must be awaited before anything else.
+
+        For relays: what a client takes at once costs neither a coroutine nor a timer. Raises what `write` raises.
+        """
+        self._unwritten = data
+        return False
+
+    async def flush(self) -> None:
+        """Send what `write_nowait` left."""
+        data, self._unwritten = self._unwritten, b""
+        if data:
+            await self.write(data)
+
     @abc.abstractmethod
     async def finish(self) -> None:
         """End a streamed response properly (terminating chunk)."""

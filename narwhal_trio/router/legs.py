@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineLeg", "LegFailure", "failure_of_response"]
 
-_ERROR_BODY_LIMIT = 65536
+_ERROR_BODY_LIMIT = 1 << 20
+"""Validation errors of engines may quote the whole prompt."""
 
 _FAULT_MESSAGE = {
     Condition.ENGINE_FAULT: "the {phase} engine failed",

@@ -31,6 +31,8 @@ __all__ = ["relay"]
 _TAIL_S = 0.5
 """How long a finished stream's connection may take to end its body properly, so that it can be used again."""
 
+_GAP_SLACK = 1.0625
+"""How much later than its bound silence may be noticed, so that the deadline need not be moved at each read."""
 _SLOW_CLIENT_S = 0.001
 """A write that takes longer has kept the router from reading its engine."""
 
@@ -58,6 +60,10 @@ class _Relay:
         self.prefilled = prefilled
         self.timer = trio.CancelScope()
         self.waiting = _Wait.FIRST_TOKEN
+        self.left = False
+        """`sink.write_nowait` took only a part."""
+        self.gone = False
+        """`sink.write_nowait` found the client gone."""
         self.gap_s = core.config.engine.decode_read_timeout_s or float("inf")
         self.first_token_s = core.first_token_timeout_s
         self.write_s = core.config.server.write_timeout_s
@@ -79,10 +85,12 @@ class _Relay:
         run, claim = self.run, self.claim
         counted, started = 0, False
         last_at: float | None = None  # of the last read with output, unless the client kept us from reading since
+        gap_s, now = self.gap_s, 0.0
         while True:
-            if fold.output_started:
+            if started and (self.waiting is not _Wait.NEXT_BYTES or timer.deadline < now + gap_s):
+                # A moved deadline costs microseconds, so it is moved a little too far and then left alone for a while.
                 self.waiting = _Wait.NEXT_BYTES
-                timer.deadline = trio.current_time() + self.gap_s
+                timer.deadline = now + gap_s * _GAP_SLACK
             data = await exchange.receive()
             now = trio.current_time()
             out = (fold.end() if data is None else fold.feed(data, now)) or b""
@@ -97,10 +105,12 @@ class _Relay:
                 if last_at is not None:
                     run.core.policy.on_tokens(claim.engine, fresh, now - last_at, now)
                 last_at = now
-            if out:
+            if out and not (started and self._write_nowait(out)):
                 await self._write(out)
-                if trio.current_time() - now > _SLOW_CLIENT_S:
+                written_at = trio.current_time()
+                if written_at - now > _SLOW_CLIENT_S:
                     last_at = None  # the next gap is the client's doing, not the engine's
+                now = written_at
             if fold.done or fold.fault is not None or data is None:
                 return fold.fault
 
@@ -115,6 +125,19 @@ class _Relay:
             await self.prefilled.wait()  # never forward decode output before prefill is known good
         run.phase = Phase.STREAM
 
+    def _write_nowait(self, out: bytes) -> bool:
+        """The usual case: the response has begun and the client takes everything at once. False: `_write` has to finish the job."""
+        sink = self.run.sink
+        if not sink.committed:
+            return False
+        try:
+            if sink.write_nowait(out):
+                return True
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            self.gone = True
+        self.left = True
+        return False
+
     async def _write(self, out: bytes) -> None:
         run, sink = self.run, self.run.sink
         self.waiting = _Wait.CLIENT
@@ -123,7 +146,13 @@ class _Relay:
             if not sink.committed:
                 run.streaming = True
                 await sink.start(200, [*STREAM_HEADERS, *run.response_headers(), *server_timing(run.record)])
-            await sink.write(out)
+            if self.gone:
+                await run.client_lost()
+            if self.left:
+                self.left = False
+                await sink.flush()
+            else:
+                await sink.write(out)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             await run.client_lost()
 
