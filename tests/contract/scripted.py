@@ -85,6 +85,12 @@ class Reply:
     async def finish(self) -> None:
         await self._stream.send_all(self._conn.send(h11.EndOfMessage()) or b"")
 
+    async def raw(self, data: bytes) -> None:
+        """These bytes and nothing else, then the end of the connection."""
+        self.cut_off = True
+        await self._stream.send_all(data)
+        self._stream.close_now()
+
     def cut(self) -> None:
         """Close the connection now: before the head, in the middle of the body, or instead of its end."""
         self.cut_off = True
@@ -223,6 +229,15 @@ async def hang(_call: Call, _reply: Reply) -> None:
 async def slam(_call: Call, reply: Reply) -> None:
     """Close the connection without a byte of an answer."""
     reply.cut()
+
+
+def raw(data: bytes) -> Script:
+    """Bytes that need not be HTTP, then the end of the connection."""
+
+    async def script(_call: Call, reply: Reply) -> None:
+        await reply.raw(data)
+
+    return script
 
 
 def in_turn(*scripts: Script) -> Script:
