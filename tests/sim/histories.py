@@ -136,7 +136,12 @@ async def history(world: World, requests: int) -> Counter[str]:
         "fair_queue": rng.random() < 0.3,
     }
     engine = {"first_token_timeout_s": 1.5, "decode_read_timeout_s": 1.0, "kv_lease_s": 10.0, "connect_timeout_s": 1.0}
-    sections = {"serving": limits, "engine": engine, "server": {"write_timeout_s": 1.0}}
+    sections = {
+        "serving": limits,
+        "engine": engine,
+        "server": {"write_timeout_s": 1.0},
+        "controller": {"monitor_interval_s": 5.0},
+    }
     async with fleet(world, rng.randint(1, 3), rng.randint(1, 3), time=FAST, sim={"lease_s": 10.0}, **sections) as f:
         numbers = iter(range(requests))
 
@@ -182,7 +187,7 @@ def _program() -> None:
     seed, started = args.seed, time.monotonic()
     while total.total() < args.requests:
         try:
-            total += run_history(seed)
+            total += run_history(seed, 400)
         except BaseException:
             print(f"seed {seed} failed; replay: python -m tests.sim.histories --seed {seed} --requests 1", flush=True)
             raise
