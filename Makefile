@@ -42,11 +42,11 @@ lint: $(STAMP)  ## style, layers and types
 
 .PHONY: test
 test: lint  ## everything that CI runs
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 .PHONY: quick
 quick: $(STAMP)  ## the tests without the long sweeps
-	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not slow' $(ARGS)
 
 .PHONY: demo
 demo: $(STAMP)  ## simulated engines and the router in one process, until Ctrl-C
