@@ -251,10 +251,11 @@ class _Server:
         self._tls = tls
         self._lane = HypercornLane(app, settings, state)
         self._quiet_until = float("-inf")
+        self._starting = 0
+        """Accepted connections whose tasks have not begun to count themselves."""
 
     async def accept_loop(self, listener: Listener, connections: trio.Nursery) -> None:
         while True:
-            await self._wait_room()
             try:
                 stream = await listener.accept()
             except trio.ClosedResourceError:
@@ -265,12 +266,18 @@ class _Server:
                 elif exc.errno not in _ABORTED:
                     raise
                 continue
+            try:
+                await self._wait_room()
+            except BaseException:
+                stream.close_now()
+                raise
+            self._starting += 1
             connections.start_soon(self._connection, stream, name="client connection")
 
     async def _wait_room(self) -> None:
-        """At the connection limit the longest idle connection gives way; if none is idle, clients wait in the backlog."""
+        """At the connection limit the longest idle connection gives way to a new one; if none is idle, clients wait in the backlog."""
         state = self._state
-        while state.open >= self._settings.max_connections:
+        while state.open + self._starting >= self._settings.max_connections:
             state.close_longest_idle()
             await state.closed_one.park()
 
@@ -286,6 +293,7 @@ class _Server:
 
     async def _connection(self, stream: Stream) -> None:
         peer = getattr(stream, "peer_ip", "")
+        self._starting -= 1
         with self._state.connection(stream, peer):
             protocol: str | None = None
             if self._tls is not None:
