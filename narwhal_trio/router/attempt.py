@@ -13,7 +13,7 @@ import trio
 from narwhal_trio.engines.handoff import HandoffInvalid, backend_id
 from narwhal_trio.outcomes import Condition, Outcome
 from narwhal_trio.router.legs import EngineLeg, LegFailure, failure_of_response
-from narwhal_trio.router.relay import relay
+from narwhal_trio.router.relay import PrefillGate, relay
 from narwhal_trio.router.seats import decode_seat, prefill_seat
 from narwhal_trio.types import Phase, Role
 from narwhal_trio.wire.client import WireError
@@ -58,7 +58,7 @@ async def _rendezvous(run: RequestRun) -> Outcome | LegFailure:
     with await prefill_seat(run) as prefill_claim, await decode_seat(run) as decode_claim:
         core.accounting.attempt_started(run.record)
         meeting = core.rendezvous(prefill_claim.engine.id)
-        prefilled = trio.Event()
+        gate = PrefillGate()
         prefill_failure: LegFailure | None = None
         result: Outcome | LegFailure | None = None
 
@@ -69,11 +69,11 @@ async def _rendezvous(run: RequestRun) -> Outcome | LegFailure:
                 prefill_failure = answer
                 nursery.cancel_scope.cancel()
             else:
-                prefilled.set()
+                gate.open()
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(prefill, name=f"prefill {run.rid}")
-            result = await _decode(run, decode_claim, None, meeting, prefilled)
+            result = await _decode(run, decode_claim, None, meeting, gate)
             nursery.cancel_scope.cancel()
     if prefill_failure is not None:
         return prefill_failure  # the cause; whatever the decode leg said is its consequence
@@ -136,7 +136,7 @@ async def _decode(
     claim: Claim,
     handoff: Handoff | None,
     meeting: Rendezvous | None,
-    prefilled: trio.Event | None,
+    gate: PrefillGate | None,
 ) -> Outcome | LegFailure:
     core, request = run.core, run.request
     assert request is not None
@@ -152,7 +152,7 @@ async def _decode(
         rendezvous=meeting,
     )
     run.mark("decode_sent")
-    return await relay(run, claim, leg, prefilled)
+    return await relay(run, claim, leg, gate)
 
 
 def _measured(run: RequestRun, claim: Claim, tokens: int) -> None:

@@ -20,13 +20,15 @@ from narwhal_trio.types import Phase, Role
 from narwhal_trio.wire.client import WireError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from narwhal_trio.engines.dialect import Leg
     from narwhal_trio.protocol.relay import StreamFault
     from narwhal_trio.router.request import RequestRun
     from narwhal_trio.scheduling.fleet import Claim
     from narwhal_trio.wire.client import Exchange
 
-__all__ = ["relay"]
+__all__ = ["PrefillGate", "relay"]
 
 _TAIL_S = 0.5
 """How long a finished stream's connection may take to end its body properly, so that it can be used again."""
@@ -49,15 +51,42 @@ class _Wait(enum.Enum):
     CLIENT = enum.auto()
 
 
+class PrefillGate:
+    """Opened once the prefill leg of a rendezvous is known good. Until then no decode output leaves.
+
+    Both legs are sent at once, but no token can come before the prompt is computed, for which the prefill leg has a bound of its own. So
+    the time for the first token begins to count when the gate opens.
+    """
+
+    def __init__(self) -> None:
+        self._opened = trio.Event()
+        self._start_clock: Callable[[], None] | None = None
+
+    def open(self) -> None:
+        self._opened.set()
+        if self._start_clock is not None:
+            self._start_clock()
+
+    def when_open(self, start_clock: Callable[[], None]) -> None:
+        """Call `start_clock` as soon as the gate is open, at once if it is."""
+        if self._opened.is_set():
+            start_clock()
+        else:
+            self._start_clock = start_clock
+
+    async def wait(self) -> None:
+        await self._opened.wait()
+
+
 class _Relay:
     """State of one decode leg while it runs."""
 
-    def __init__(self, run: RequestRun, claim: Claim, prefilled: trio.Event | None) -> None:
+    def __init__(self, run: RequestRun, claim: Claim, gate: PrefillGate | None) -> None:
         core, request = run.core, run.request
         assert request is not None
         self.run = run
         self.claim = claim
-        self.prefilled = prefilled
+        self.gate = gate
         self.timer = trio.CancelScope()
         self.waiting = _Wait.FIRST_TOKEN
         self.left = False
@@ -79,6 +108,11 @@ class _Relay:
         self.fold: RelayFold | AssemblyFold = RelayFold(rules) if request.stream else AssemblyFold(rules)
         run.ledgers.append(self.fold.ledger)
 
+    def start_clock(self) -> None:
+        """The time for the first token begins to count."""
+        if not self.fold.output_started:
+            self.timer.deadline = trio.current_time() + self.first_token_s
+
     async def pump(self, exchange: Exchange) -> StreamFault | None:
         """Fold engine reads and forward what the client may have, until `[DONE]`, the end of the body, or a fault."""
         fold, timer = self.fold, self.timer
@@ -97,6 +131,8 @@ class _Relay:
             if fold.output_started and not started:
                 started = True
                 await self._first_output(now)
+                if self.gate is not None:
+                    now = trio.current_time()  # the engine is not to blame for what the gate took
             if fold.ledger.count != counted:
                 fresh = fold.ledger.count - counted
                 counted += fresh
@@ -121,8 +157,8 @@ class _Relay:
         prefilled = run.record.milestones.get("prefilled")
         if prefilled is not None:
             run.core.policy.on_first_token(self.claim.engine, max(0.0, now - run.arrived_at - prefilled), now)
-        if self.prefilled is not None:
-            await self.prefilled.wait()  # never forward decode output before prefill is known good
+        if self.gate is not None:
+            await self.gate.wait()  # never forward decode output before prefill is known good
         run.phase = Phase.STREAM
 
     def _write_nowait(self, out: bytes) -> bool:
@@ -200,13 +236,16 @@ class _Relay:
         )
 
 
-async def relay(run: RequestRun, claim: Claim, leg: Leg, prefilled: trio.Event | None) -> Outcome | LegFailure:
-    """Run the decode leg to its end."""
-    state = _Relay(run, claim, prefilled)
+async def relay(run: RequestRun, claim: Claim, leg: Leg, gate: PrefillGate | None) -> Outcome | LegFailure:
+    """Run the decode leg to its end. gate: of a rendezvous."""
+    state = _Relay(run, claim, gate)
     engine = claim.engine.id
     # Made outside the timer: what it tells the engine is the time left for the request, not for its first token.
     call = EngineLeg(run, engine, leg, Role.DECODE)
-    state.timer.deadline = trio.current_time() + state.first_token_s
+    if gate is None:
+        state.start_clock()
+    else:
+        gate.when_open(state.start_clock)
     with state.timer:
         try:
             async with call as exchange:
