@@ -38,11 +38,13 @@ class FifoQueue(Generic[T]):
 
     `try_grant` returns the reservation, or None if it must wait; it may raise, and then only its own waiter sees the exception. It
     runs in whichever task calls `acquire` or `pump`, must not block, and must not raise `trio.Cancelled`.
+
+    A queue with another order overrides `_next`, `_enter`, `_leave` and `_granted`, and keeps the promises of the rest.
     """
 
     def __init__(self, capacity: int | None = None) -> None:
         self.capacity = capacity
-        self._waiting: dict[trio.lowlevel.Task, Callable[[], T | None]] = {}
+        self._waiting: dict[trio.lowlevel.Task, tuple[str, Callable[[], T | None]]] = {}
         self._pumping = False
         self._again = False
         self._high_water = 0
@@ -51,37 +53,38 @@ class FifoQueue(Generic[T]):
         return len(self._waiting)
 
     def statistics(self) -> FifoStatistics:
-        return FifoStatistics(len(self._waiting), self._high_water, self.capacity)
+        return FifoStatistics(len(self), self._high_water, self.capacity)
 
-    def acquire_nowait(self, try_grant: Callable[[], T | None]) -> T | None:
+    def acquire_nowait(self, try_grant: Callable[[], T | None], client: str = "") -> T | None:
         """Reserve at once if nobody is ahead; None where `acquire` would wait."""
-        return None if self._waiting else try_grant()
-
-    async def acquire_for(self, client: str, try_grant: Callable[[], T | None]) -> T:  # noqa: ARG002 - one line for all
-        """As `acquire`; queues that share grants between clients tell them apart by `client`."""
-        return await self.acquire(try_grant)
+        if self._waiting:
+            return None
+        granted = try_grant()
+        if granted is not None:
+            self._granted(client)
+        return granted
 
     @trio.lowlevel.enable_ki_protection
-    async def acquire(self, try_grant: Callable[[], T | None]) -> T:
-        """Wait for a reservation in FIFO order.
+    async def acquire(self, try_grant: Callable[[], T | None], client: str = "") -> T:
+        """Wait for a reservation. client: who asks, for queues that share grants between clients.
 
         Cancellation is delivered before a reservation is made or while waiting, never after: between the grant and the caller's
         `with` block there is no checkpoint. Raises `QueueFull`, and whatever `try_grant` raises.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
-        if not self._waiting:
-            granted = try_grant()
-            if granted is not None:
-                return granted
-        if self.capacity is not None and len(self._waiting) >= self.capacity:
+        granted = self.acquire_nowait(try_grant, client)
+        if granted is not None:
+            return granted
+        if self.capacity is not None and len(self) >= self.capacity:
             raise QueueFull
         task = trio.lowlevel.current_task()
-        self._waiting[task] = try_grant
+        self._waiting[task] = client, try_grant
+        self._enter(task, client)
         self._high_water = max(self._high_water, len(self._waiting))
 
         def abort(_raise_cancel: object) -> trio.lowlevel.Abort:
-            was_head = next(iter(self._waiting)) is task
-            del self._waiting[task]
+            was_head = self._next() is task
+            self._remove(task)
             if was_head:
                 self.pump()  # the next head may fit where this one did not
             return trio.lowlevel.Abort.SUCCEEDED
@@ -96,9 +99,9 @@ class FifoQueue(Generic[T]):
             return
         self._pumping = True
         try:
-            while self._waiting:
+            while (task := self._next()) is not None:
                 self._again = False
-                task, try_grant = next(iter(self._waiting.items()))
+                client, try_grant = self._waiting[task]
                 result: outcome.Outcome[T]
                 try:
                     granted = try_grant()
@@ -109,8 +112,28 @@ class FifoQueue(Generic[T]):
                         if self._again:
                             continue
                         return
+                    self._granted(client)
                     result = outcome.Value(granted)
-                del self._waiting[task]
+                self._remove(task)
                 trio.lowlevel.reschedule(task, result)
         finally:
             self._pumping = False
+
+    def _remove(self, task: trio.lowlevel.Task) -> None:
+        client, _ = self._waiting.pop(task)
+        self._leave(task, client)
+
+    # -- the order
+
+    def _next(self) -> trio.lowlevel.Task | None:
+        """The waiter whose turn it is."""
+        return next(iter(self._waiting), None)
+
+    def _enter(self, task: trio.lowlevel.Task, client: str) -> None:
+        """A waiter has come."""
+
+    def _leave(self, task: trio.lowlevel.Task, client: str) -> None:
+        """A waiter is no longer among `_waiting`, granted or not."""
+
+    def _granted(self, client: str) -> None:
+        """A reservation was made for this client."""

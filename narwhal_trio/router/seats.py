@@ -130,7 +130,7 @@ async def _seat(
     run: RequestRun, queue: FifoQueue[S], try_grant: Callable[[], S | None], stage: str, *, priced: bool
 ) -> S:
     await trio.lowlevel.checkpoint_if_cancelled()
-    seat = queue.acquire_nowait(try_grant)
+    seat = queue.acquire_nowait(try_grant, run.record.client)
     if seat is not None:
         _book_wait(run, stage, None)
         return seat
@@ -167,7 +167,7 @@ async def _wait(run: RequestRun, queue: FifoQueue[S], try_grant: Callable[[], S 
                 if priced:
                     nursery.start_soon(watch_price)
                 try:
-                    seat = await queue.acquire_for(run.record.client, try_grant)
+                    seat = await queue.acquire(try_grant, run.record.client)
                 except (Refusal, QueueFull) as exc:
                     failure: Exception | None = exc  # a value inside the nursery: it must not leave in a group
                 else:

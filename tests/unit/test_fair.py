@@ -33,7 +33,7 @@ class Seats:
 
 
 async def _ask(seats: Seats, client: str, hold: float = 1.0) -> None:
-    with await seats.queue.acquire_for(client, partial(seats.grant, client)):
+    with await seats.queue.acquire(partial(seats.grant, client), client):
         await trio.sleep(hold)
 
 
@@ -66,7 +66,7 @@ async def test_one_client_is_served_in_its_order(autojump_clock: trio.testing.Mo
 
     async def one(number: int) -> None:
         await trio.sleep(number / 100)
-        with await seats.queue.acquire_for("a", partial(seats.grant, "a")):
+        with await seats.queue.acquire(partial(seats.grant, "a"), "a"):
             order.append(number)
             await trio.sleep(1)
 
@@ -108,7 +108,7 @@ def test_no_schedule_loses_a_seat_and_memory_follows_active_clients() -> None:
         assert seats.used == 0
         assert len(seats.queue) == 0
         assert len(seats.queue._lines) <= 64
-        with await seats.queue.acquire_for("new", partial(seats.grant, "new")):
+        with await seats.queue.acquire(partial(seats.grant, "new"), "new"):
             pass
         return cancelled
 

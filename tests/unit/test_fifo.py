@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from typing import Self
 
 import pytest
 import trio
@@ -26,7 +27,7 @@ class Seats:
         self.granted.append(number)
         return self
 
-    def __enter__(self) -> Seats:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_exc: object) -> None:
