@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from narwhal_trio.engine_sim.params import Params
     from narwhal_trio.engine_sim.reply import Reply
 
-__all__ = ["CRASHED", "Completion", "hand_off_problem"]
+__all__ = ["CRASHED", "Completion", "hand_off_problem", "reads_kv", "source_of"]
 
 CRASHED = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 _DESCRIPTOR = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
@@ -34,6 +34,11 @@ def hand_off_problem(kv: Any) -> bool:
     if not isinstance(kv, dict) or not kv.get("do_remote_prefill"):
         return False
     return bool(kv.get("do_remote_decode")) or any(kv.get(name) is None for name in _DESCRIPTOR)
+
+
+def reads_kv(kv: Any) -> bool:
+    """Whether these `kv_transfer_params` are a whole descriptor, of KV that this request is to be decoded from."""
+    return isinstance(kv, dict) and bool(kv.get("do_remote_prefill")) and not hand_off_problem(kv)
 
 
 class Completion:
@@ -97,7 +102,7 @@ class Completion:
         return Job(
             f"{n}_{name}" if params.n > 1 else name,
             prompt,
-            source=_source_of(kv) if kv.get("do_remote_prefill") else None,
+            source=source_of(kv) if kv.get("do_remote_prefill") else None,
             hand_off=bool(kv.get("do_remote_decode")),
             salt=seed_of(params.cache_salt) if params.cache_salt else 0,
         )
@@ -253,7 +258,7 @@ def clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _source_of(kv: Any) -> Source:
+def source_of(kv: Any) -> Source:
     """Where to read from; `hand_off_problem` has made sure that everything is there."""
     groups = kv["remote_block_ids"]
     flat = (

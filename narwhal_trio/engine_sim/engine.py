@@ -84,7 +84,7 @@ class SimEngine:
         self.lives += 1
         self.condition: Literal["up", "crashed", "terminated", "draining", "gone"] = "up"
         self.engine_id = self._uuid()
-        self.model = EngineModel(self.config, self.fabric, self.engine_id, self._send_drop)
+        self.model = EngineModel(self.config, self.fabric, self.engine_id, self.drop_kv)
         self.rooms = Rooms()
         self.started_at: float | None = None
         register = getattr(self.fabric, "register", None)
@@ -281,7 +281,8 @@ class SimEngine:
             stream.close_now()
         self._connections.clear()
 
-    def _send_drop(self, source: Source) -> None:
+    def drop_kv(self, source: Source) -> None:
+        """Tell a producer that this engine will not read its KV."""
         notice = self.fabric.drop(source)
         if notice is not None:
             self._spawn(notice)

@@ -9,7 +9,7 @@ import trio
 
 from narwhal_trio.engine_sim import metrics
 from narwhal_trio.engine_sim.body import BodyUnreadable, read_body
-from narwhal_trio.engine_sim.completion import CRASHED, Completion, hand_off_problem
+from narwhal_trio.engine_sim.completion import CRASHED, Completion, hand_off_problem, reads_kv, source_of
 from narwhal_trio.engine_sim.errors import ApiError, field_error, validation_error
 from narwhal_trio.engine_sim.fabric import SIDE_ROUTE
 from narwhal_trio.engine_sim.faults import BUSY
@@ -122,16 +122,28 @@ class Routes:
             return
         body = read_body(request.body, request.header("content-type") or "", "chat" if chat else "completions")
         if self.checks_model:
-            check_model(body, engine.config)
+            try:
+                check_model(body, engine.config)
+            except ApiError:
+                self._not_admitted(body)
+                raise
         params = read_params(body, engine.config, _TOKENIZER, chat=chat)
         if engine.condition == "crashed" or engine.model.overloaded:
             engine.model.counters.rejected += 1
+            if engine.condition != "crashed":
+                self._not_admitted(body)
             raise ApiError(503, BUSY, "Service Unavailable")
         if hand_off_problem(params.kv):
             engine.crash()
             if not params.stream:
                 raise ApiError(500, CRASHED, "InternalServerError")
         await self.new_completion(request, reply, params).run()
+
+    def _not_admitted(self, body: dict[str, Any]) -> None:
+        """vLLM refuses a request before its scheduler has seen it: the producer of the KV that it names is told, and frees it."""
+        kv = body.get("kv_transfer_params")
+        if self.engine.config.connector and reads_kv(kv):
+            self.engine.drop_kv(source_of(kv))
 
     def error_body(self, error: ApiError) -> dict[str, Any]:
         return error.body

@@ -332,6 +332,29 @@ async def test_no_hand_off_when_the_first_token_ends_the_text(world: World) -> N
 
 
 @pytest.mark.parametrize("fabric", ["memory", "http"])
+@pytest.mark.parametrize(("fields", "status"), [({"model": "another"}, 404), ({}, 503)], ids=["model", "overload"])
+def test_a_decode_request_that_is_refused_releases_the_producer(
+    fields: dict[str, str], status: int, fabric: str
+) -> None:
+    """As vLLM does: refused before its scheduler has seen it, which costs the decode engine no step and no memory."""
+
+    async def test(world: World) -> None:
+        async with fleet(world, "p", "d", fabric=fabric, max_num_seqs=1, max_num_queued=1) as f:
+            kv = await f.hand_off()
+            for _ in range(2):
+                client = await f.client("d")
+                await client.send_request("POST", "/v1/completions", json={"prompt": "x", "max_tokens": 900})
+                await trio.sleep(0.01)
+            refused = await f.client("d")
+            body = {"prompt": PROMPT, "max_tokens": 5, "kv_transfer_params": kv, **fields}
+            assert (await refused.post("/v1/completions", body)).status == status
+            await trio.sleep(0.1)
+            assert f.p.state().kv_held == 0
+
+    run_world(test, 1)
+
+
+@pytest.mark.parametrize("fabric", ["memory", "http"])
 def test_a_decode_request_that_leaves_the_queue_releases_the_producer(fabric: str) -> None:
     async def test(world: World) -> None:
         async with fleet(world, "p", "d", fabric=fabric, max_num_seqs=1) as f:
