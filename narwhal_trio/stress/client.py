@@ -138,8 +138,6 @@ async def _exchange(plan: Plan, target: Target, stream: Stream, seen: Seen) -> N
             )
             reader = _EventReader(seen, clock) if events else _BodyReader(seen)
         if body:
-            if seen.first_at is None:
-                seen.first_at = clock()
             reader.feed(body)
         if parser.complete:
             reader.finish(clock)
@@ -160,6 +158,9 @@ class _EventReader:
             data = event.data
             if b'"choices":[{' in data:
                 self._seen.events += 1
+                # The event that only names the role comes before anything has been generated.
+                if self._seen.first_at is None and b'"role":' not in data:
+                    self._seen.first_at = self._clock()
             elif data == b"[DONE]":
                 self._done = True
             elif data.lstrip().startswith(b'{"error"'):

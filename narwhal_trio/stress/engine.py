@@ -6,6 +6,7 @@ of streams fit into one process. It ignores every deadline header: only closing 
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import deque
@@ -262,7 +263,9 @@ class _Connection:
         settings = self._engine.settings
         gap_s = settings.pace.gap_s
         if settings.step and gap_s:
-            due = (due // gap_s + 1) * gap_s
+            # The next multiple, this one included; rounding must not make it the one after.
+            due = math.ceil(due / gap_s - 1e-6) * gap_s
         await trio.sleep_until(due)
-        # A process that lags makes fewer tokens, it doesn't catch up in bursts.
-        return max(due + gap_s, trio.current_time())
+        now = trio.current_time()
+        # What was held up by more than a gap, by its client or by this process, makes fewer tokens and doesn't catch up in a burst.
+        return due + gap_s if now - due < gap_s else now + gap_s

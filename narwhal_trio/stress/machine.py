@@ -14,8 +14,8 @@ _PROC = Path("/proc")
 
 
 class Usage(msgspec.Struct):
-    """Of one process and its descendants, since they began. cpu_s: user and system. starved_s: time for which a thread could have run
-    but other programs had its processor. rss_mib: resident memory. descriptors: open ones, sockets included.
+    """Of one process and its descendants, since they began. cpu_s: user and system. starved_s: how long the thread that
+    worked most could have run but had no processor, because others had it. rss_mib: resident memory. descriptors: open ones, sockets included.
     """
 
     cpu_s: float
@@ -38,24 +38,28 @@ def raise_file_limit() -> int:
 
 def usage_of(pid: int) -> Usage | None:
     """None if there is no such process (any more), or no /proc."""
-    cpu = waited_ns = rss = descriptors = count = 0
+    cpu = rss = descriptors = count = 0
+    threads: list[tuple[int, int]] = []
     for each in _tree(pid):
         folder = _PROC / str(each)
         try:
             # The name in the second field may hold anything; what follows its last ")" is plain.
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            waited = [int((task / "schedstat").read_text().split()[1]) for task in (folder / "task").iterdir()]
+            for task in (folder / "task").iterdir():
+                ran_ns, waited_ns, _ = map(int, (task / "schedstat").read_text().split())
+                threads.append((ran_ns, waited_ns))
             opened = len(os.listdir(folder / "fd"))  # noqa: PTH208 - names only, and there may be thousands
         except OSError:
             continue
         cpu += int(fields[11]) + int(fields[12])
         rss += int(fields[21]) * resource.getpagesize()
         descriptors += opened
-        waited_ns += sum(waited)
         count += 1
     if not count:
         return None
-    return Usage(cpu / os.sysconf("SC_CLK_TCK"), round(waited_ns / 1e9, 3), round(rss / 2**20, 1), descriptors, count)
+    return Usage(
+        cpu / os.sysconf("SC_CLK_TCK"), round(max(threads)[1] / 1e9, 3), round(rss / 2**20, 1), descriptors, count
+    )
 
 
 def _tree(pid: int) -> list[int]:
