@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from narwhal_trio.engines.handoff import HandoffInvalid, backend_id
-from narwhal_trio.outcomes import Condition, Outcome
+from narwhal_trio.outcomes import Condition, Outcome, Refusal
 from narwhal_trio.router.legs import EngineLeg, LegFailure, failure_of_response
 from narwhal_trio.router.relay import PrefillGate, relay
 from narwhal_trio.router.seats import decode_seat, prefill_seat
@@ -60,6 +60,7 @@ async def _rendezvous(run: RequestRun) -> Outcome | LegFailure:
         meeting = core.rendezvous(prefill_claim.engine.id)
         gate = PrefillGate()
         prefill_failure: LegFailure | None = None
+        refusal: Refusal | None = None
         result: Outcome | LegFailure | None = None
 
         async def prefill() -> None:
@@ -73,8 +74,13 @@ async def _rendezvous(run: RequestRun) -> Outcome | LegFailure:
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(prefill, name=f"prefill {run.rid}")
-            result = await _decode(run, decode_claim, None, meeting, gate)
+            try:
+                result = await _decode(run, decode_claim, None, meeting, gate)
+            except Refusal as exc:
+                refusal = exc  # a value inside the nursery: it must not leave in a group
             nursery.cancel_scope.cancel()
+    if refusal is not None:
+        raise refusal
     if prefill_failure is not None:
         return prefill_failure  # the cause; whatever the decode leg said is its consequence
     assert result is not None

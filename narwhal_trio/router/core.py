@@ -125,20 +125,7 @@ class RouterCore:
         self.heads = {
             engine: self.wire.head(address, self.engine_headers) for engine, address in self.addresses.items()
         }
-        self.fleet = Fleet(
-            (
-                Engine(
-                    EngineId(engine.iid),
-                    engine.role,
-                    engine.pin,
-                    prefill_seats=serving.prefill_concurrency,
-                    decode_seats=serving.decode_concurrency,
-                    profile=(profiles or {}).get(engine.iid),
-                )
-                for engine in config.engines
-            ),
-            on_change=self._fleet_changed,
-        )
+        self.fleet = Fleet(_engines(config, profiles or {}), on_change=self._fleet_changed)
         self.admission: FifoQueue[AdmissionSeat] = (
             FairQueue(serving.queue_capacity, weights) if serving.fair_queue else FifoQueue(serving.queue_capacity)
         )
@@ -288,3 +275,16 @@ class RouterCore:
         self.wire.close_now()
         self.control_wire.close_now()
         self.sizer.close()
+
+
+def _engines(config: RouterConfig, profiles: Mapping[str, Profile]) -> Iterator[Engine]:
+    serving = config.serving
+    for engine in config.engines:
+        yield Engine(
+            engine.id,
+            engine.role,
+            engine.pin,
+            prefill_seats=serving.prefill_concurrency,
+            decode_seats=serving.decode_concurrency,
+            profile=profiles.get(engine.iid),
+        )
