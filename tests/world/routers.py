@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,13 @@ Table = dict[str, Any]
 
 
 class CuttableStore(LeaseStore):
-    """A real lease file behind a disk that can be taken away: then every call fails, or hangs until it is given back."""
+    """A real lease file behind a disk that can be taken away: then every call fails, or hangs until it is given back.
 
-    def __init__(self, path: Path) -> None:
-        self.store = FileLeaseStore(path, limit_s=2.0, threads=False)
+    skew_s: how wrong the wall clock of its router's machine is.
+    """
+
+    def __init__(self, path: Path, *, skew_s: float = 0.0) -> None:
+        self.store = FileLeaseStore(path, limit_s=2.0, wall=lambda: time.time() + skew_s, threads=False)
         self.cut = False
         self.hang = False
         self.calls = 0

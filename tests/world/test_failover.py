@@ -234,6 +234,45 @@ def test_a_live_lease_blocks_a_takeover_although_http_is_dead(tmp_path: Path) ->
     run_world(main, 7)
 
 
+@pytest.mark.parametrize("skew_s", [-86400.0, -3.0, 3.0, 86400.0])
+def test_wrong_wall_clocks_neither_cause_two_serving_routers_nor_prevent_a_takeover(
+    tmp_path: Path, skew_s: float
+) -> None:
+    async def main(world: World) -> None:
+        async with site(world) as s, trio.open_nursery() as watch:
+            path = tmp_path / "lease"
+            keys = {"recovery": {"state_path": ""}}
+            a = await s.router("a", store=CuttableStore(path), ha=ha(path), **keys)
+            shadow = ha(path, standby_of="http://a:8000")
+            b = await s.router("b", store=CuttableStore(path, skew_s=skew_s), ha=shadow, **keys)
+            watch.start_soon(never_both, a, b)
+            await trio.sleep(20)
+            assert a.serving
+            await a.kill()
+            assert 4.0 <= await until(lambda: b.serving) <= 5.5
+            watch.cancel_scope.cancel()
+
+    run_world(main, 14)
+
+
+@pytest.mark.parametrize("pause_s", [3.0, 4.5, 60.0])
+def test_a_paused_process_refuses_from_its_first_instruction_on(tmp_path: Path, pause_s: float) -> None:
+    async def main(world: World) -> None:
+        async with site(world) as s, trio.open_nursery() as watch:
+            a, b = await pair(s, tmp_path / "lease")
+            watch.start_soon(never_both, a, b)
+            await trio.sleep(2.05)  # renewed at 2.0, valid until 6.0
+            world.clock.jump(pause_s)
+            assert a.serving == (pause_s < 3.95)
+            assert not b.serving
+            await until(lambda: a.serving or b.serving, 2)
+            await trio.sleep(10)
+            assert a.serving or b.serving
+            watch.cancel_scope.cancel()
+
+    run_world(main, 15)
+
+
 def test_waiting_requests_end_at_the_instant_of_the_fence_and_decoding_ones_go_on(tmp_path: Path) -> None:
     async def main(world: World) -> None:
         serving = {"queue_capacity": 8, "queue_timeout_s": 100.0, "max_connections": 1}
