@@ -24,13 +24,22 @@ def _placeable(fleet: Fleet, role: Role, *, other_roles: bool, without: EngineId
 
 
 def missing_engines(fleet: Fleet, *, other_roles: bool = False) -> str:
-    """Why no request can be served by the engines that are live now; "" if some can be."""
-    missing = [role for role in Role if not _placeable(fleet, role, other_roles=other_roles)]
-    if not missing:
-        return ""
-    if len(missing) == len(Role):
-        return "no available engines"
-    return f"no available {missing[0].value} engine"
+    """Why no request can be served by the engines that are live now; "" if some can be. Called for every arrival."""
+    prefill = decode = False
+    for engine in fleet.engines.values():
+        if engine.holds:
+            continue
+        if other_roles and not engine.pinned:
+            return ""
+        if engine.role is Role.PREFILL:
+            prefill = True
+        else:
+            decode = True
+        if prefill and decode:
+            return ""
+    if prefill or decode:
+        return f"no available {'decode' if prefill else 'prefill'} engine"
+    return "no available engines"
 
 
 def covered(fleet: Fleet, engine_id: EngineId, *, other_roles: bool = False) -> bool:
