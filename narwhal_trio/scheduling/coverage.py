@@ -5,7 +5,7 @@ other_roles, here as in placement: an unpinned engine may take work of the other
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from narwhal_trio.types import Role
 
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from narwhal_trio.types import EngineId
 
 __all__ = ["covered", "missing_engines"]
+
+_PREFILL: Final = Role.PREFILL
+"""A member looked up on its enum costs more than the rest of the loop below."""
 
 
 def _placeable(fleet: Fleet, role: Role, *, other_roles: bool, without: EngineId | None = None) -> bool:
@@ -31,7 +34,7 @@ def missing_engines(fleet: Fleet, *, other_roles: bool = False) -> str:
             continue
         if other_roles and not engine.pinned:
             return ""
-        if engine.role is Role.PREFILL:
+        if engine.role is _PREFILL:
             prefill = True
         else:
             decode = True
