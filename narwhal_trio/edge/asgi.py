@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import structlog
 import trio
 
-from narwhal_trio.core.sink import BodyFault, Inbound
+from narwhal_trio.core.sink import Inbound
 from narwhal_trio.edge.body import BodyCollector
 from narwhal_trio.edge.contain import EdgeSink, run_app
 from narwhal_trio.edge.errors import edge_error, not_ready
@@ -68,7 +68,12 @@ class AsgiApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         kind = scope["type"]
         if kind == "http":
-            await self._http(scope, receive, send)
+            try:
+                await self._http(scope, receive, send)
+            except Exception:
+                # What the application does wrong is contained below; this is ours, and some servers would swallow it.
+                log.exception("the ASGI adapter failed", path=scope.get("path"))
+                raise
         elif kind == "lifespan":
             await self._live(receive, send)
         elif kind == "websocket":
@@ -158,6 +163,7 @@ class AsgiInbound(Inbound):
         self._size = 0
         self._complete = False
         self._dropping = False
+        self._asked = False
         self._watchers = 0
         self._lot = trio.lowlevel.ParkingLot()
 
@@ -182,8 +188,9 @@ class AsgiInbound(Inbound):
             self._lot.unpark_all()
 
     async def read_body(self, limit: int) -> bytes:
-        if self._dropping:
-            raise BodyFault(400, "the body was dropped when the answer began")
+        if self._dropping or self._asked:
+            raise RuntimeError("the body has been read, or dropped by the answer")
+        self._asked = True
         try:
             collector = BodyCollector(limit, self.headers, self._announced())
             while True:

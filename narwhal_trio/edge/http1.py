@@ -44,10 +44,10 @@ async def serve_connection(
 ) -> None:
     """Serve one client connection to its end and close it. Raises nothing but the caller's own cancellation.
 
-    peer: the client's IP address; the stream's `peer_ip` where None. hand_over: the HTTP/2 lane, if there is one.
+    peer: the client's IP address, "" for a local one; the stream's `peer_ip` where None. hand_over: the HTTP/2 lane, if there is one.
     """
     if peer is None:
-        peer = getattr(stream, "peer_ip", "")
+        peer = getattr(stream, "peer_ip", "unknown")
     with state.connection(stream, peer):
         await run_connection(stream, app, settings, state, peer=peer, hand_over=hand_over)
 

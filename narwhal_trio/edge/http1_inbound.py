@@ -114,6 +114,7 @@ class Http1Inbound(Inbound):
         self._stream = stream
         self._settings = settings
         self._watchers = 0
+        self._asked = False
         self._dropped = False
         self._broken = False
 
@@ -123,8 +124,9 @@ class Http1Inbound(Inbound):
 
     async def read_body(self, limit: int) -> bytes:
         """See `Inbound.read_body`. Where nobody watches the client, a body that ends early raises `trio.BrokenResourceError`."""
-        if self._dropped:
-            raise BodyFault(400, "the body was dropped when the answer began")
+        if self._dropped or self._asked:
+            raise RuntimeError("the body has been read, or dropped by the answer")
+        self._asked = True
         collector = BodyCollector(limit, self.headers, self._announced)
         reader = self._reader
         buffer = reader.buffer

@@ -43,8 +43,8 @@ def encode_head(status: int, headers: Headers, framing: bytes) -> bytes:
 
 def reset_now(stream: Stream) -> None:
     """Close so that the peer sees a reset where the transport can show one, never a clean end."""
-    inner = stream
-    while (below := getattr(inner, "transport", None)) is not None:
+    inner: object = stream
+    while (below := getattr(inner, "transport", None)) is not None:  # TLS, or replayed bytes
         inner = below
     sock = getattr(inner, "socket", None)
     if sock is not None:
@@ -52,9 +52,6 @@ def reset_now(stream: Stream) -> None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_0)
         except OSError:
             pass  # closed already
-    connection = getattr(inner, "connection", None)
-    if connection is not None:
-        connection.reset()  # the in-memory network
     stream.close_now()
 
 

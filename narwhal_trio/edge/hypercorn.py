@@ -9,6 +9,7 @@ which keeps a task in `receive()`.
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import trio
@@ -53,7 +54,8 @@ class HypercornLane:
         config.h11_max_incomplete_size = settings.head_limit
         config.h2_max_concurrent_streams = _MAX_STREAMS
         config.h2_max_header_list_size = _HEADER_LIST
-        config.keep_alive_max_requests = settings.keepalive_requests
+        # At its limit hypercorn closes an HTTP/2 connection under the streams that are still running on it.
+        config.keep_alive_max_requests = sys.maxsize
 
     async def serve(self, stream: Stream, protocol: str, *, peer: str, tls: bool = False) -> None:
         """Serve one connection to its end and close it.
@@ -111,7 +113,8 @@ class _Connection:
             )
             self._protocol = _Switch(parts, http2=protocol == "h2")
             await self._protocol.initiate()
-            await self._idle.restart(tasks, self._end_when_idle)
+            # A new connection may ask one thing even of an edge that is draining.
+            await self._idle.restart(tasks, self._end_when_silent)
             await self._read()
             await self._protocol.handle(Closed())
             await self._idle.stop()
@@ -189,9 +192,17 @@ class _Connection:
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError):
             pass  # gone already, or a write is stuck and will be cut
 
+    async def _end_when_silent(self) -> None:
+        with trio.move_on_after(self._lane.settings.head_timeout_s):
+            await trio.sleep_forever()
+        await self._end_now()
+
     async def _end_when_idle(self) -> None:
         with trio.move_on_after(self._lane.settings.keepalive_timeout_s):
             await self._lane.context.terminated.wait()
+        await self._end_now()
+
+    async def _end_now(self) -> None:
         await self._protocol.handle(Closed())
         self._stream.close_now()
 

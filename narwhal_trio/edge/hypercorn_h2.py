@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import h2.events
 import h2.exceptions
 from h2.errors import ErrorCodes
+from hypercorn.events import Updated
 from hypercorn.protocol.events import Request, Response, StreamClosed
 from hypercorn.protocol.h2 import BUFFER_LOW_WATER, H2Protocol, StreamBuffer
 from hypercorn.protocol.http_stream import HTTPStream
@@ -53,15 +54,18 @@ class ContainedH2(H2Protocol):
     async def _handle_events(self, events: list[h2.events.Event]) -> None:
         for event in events:
             stream_id = getattr(event, "stream_id", None)
-            if isinstance(event, h2.events.RequestReceived) and self.context.terminated.is_set():
-                # Not processed, so that the client may send it again elsewhere (RFC 9113, 8.7).
-                self._reset(event.stream_id, ErrorCodes.REFUSED_STREAM)
+            if isinstance(event, h2.events.RequestReceived):
+                # While draining too: the application says better than a reset why it does not serve.
+                await self._create_stream(event)
+                await self.send(Updated(idle=self.idle))
             elif isinstance(event, h2.events.DataReceived) and stream_id not in self.streams:
                 # The answer was complete before the request was. Keep the connection's window open.
                 self._acknowledge(event)
             else:
                 if isinstance(event, (h2.events.StreamEnded, h2.events.StreamReset)):
                     self._uploading.discard(event.stream_id)
+                if isinstance(event, h2.events.StreamReset):
+                    self._begun.discard(event.stream_id)
                 await super()._handle_events([event])
         await self._flush()
 

@@ -292,7 +292,8 @@ class _Server:
         await trio.sleep(_PAUSE_S)
 
     async def _connection(self, stream: Stream) -> None:
-        peer = getattr(stream, "peer_ip", "")
+        # Not "", which means this machine: what does not tell its peer may have it anywhere.
+        peer = getattr(stream, "peer_ip", "unknown")
         self._starting -= 1
         with self._state.connection(stream, peer):
             protocol: str | None = None

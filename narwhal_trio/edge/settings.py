@@ -87,6 +87,8 @@ class EdgeState:
         self.cut = 0
         self.faults = 0
         self.accept_errors = 0
+        self._stopped = False
+        self._quiet_until = float("-inf")
         self.closed_one = trio.lowlevel.ParkingLot()
         """Accept loops wait here for a connection to end."""
         # Idle scopes in the order in which they became idle: the longest idle one gives way at the connection limit.
@@ -124,6 +126,7 @@ class EdgeState:
 
     def stop_accepting(self) -> None:
         """Close the listeners; `serve` then returns once the last connection has ended. Idempotent."""
+        self._stopped = True
         for call in self._on_stop:
             call()
 
@@ -134,8 +137,10 @@ class EdgeState:
             call()
 
     def on_stop(self, call: Callable[[], None]) -> None:
-        """Have `call` run by `stop_accepting`."""
+        """Have `call` run by `stop_accepting`; at once if that has happened."""
         self._on_stop.append(call)
+        if self._stopped:
+            call()
 
     # -- connections
 
@@ -149,12 +154,19 @@ class EdgeState:
         except* (trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # the client left in the middle of something
         except* Exception as group:
-            self.faults += 1
-            log.error("connection ended by a fault of ours", peer=peer, exc_info=group)
+            self._note_fault(group, peer)
         finally:
             stream.close_now()
             self.open -= 1
             self.closed_one.unpark()
+
+    def _note_fault(self, group: BaseExceptionGroup[Exception], peer: str) -> None:
+        self.faults += 1
+        now = trio.current_time()
+        if now >= self._quiet_until:
+            # One a second: whoever found the bytes that cause this can send them again and again.
+            self._quiet_until = now + 1.0
+            log.error("connection ended by a fault of ours", peer=peer, faults=self.faults, exc_info=group)
 
     def became_idle(self, scope: trio.CancelScope) -> None:
         """The connection that waits in `scope` may be ended by cancelling it."""
