@@ -85,6 +85,9 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
         "--metrics-url", default="", metavar="URL", help="the router's metrics (default: /metrics at --url)"
     )
     group.add_argument(
+        "--ready", type=seconds, default=30.0, metavar="S", help="wait so long for the router (default 30)"
+    )
+    group.add_argument(
         "--pid", type=int, help="process id of the router: its CPU time, memory and descriptors are reported"
     )
 
@@ -251,6 +254,7 @@ async def _target(args: argparse.Namespace, stack: AsyncExitStack) -> Options:
         patience_s=args.patience,
         settle_s=args.settle,
         plain=args.plain,
+        ready_s=args.ready,
         metrics_url=args.metrics_url,
         pids=pids,
     )

@@ -23,7 +23,7 @@ from narwhal_trio.stress.lag import LagProbe
 from narwhal_trio.stress.load import Load, run_plain
 from narwhal_trio.stress.machine import Usage, usage_of
 from narwhal_trio.stress.plan import Mix, Pace, draw
-from narwhal_trio.stress.records import EngineState, Leg, Outcome
+from narwhal_trio.stress.records import EngineState, Lag, Leg, Outcome
 from narwhal_trio.stress.truth import closings, legs_by_marker
 from narwhal_trio.wire.client import Wire
 from narwhal_trio.wire.control import WireTransport
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
     from narwhal_trio.stress.plan import Clock
-    from narwhal_trio.stress.report import Report
+    from narwhal_trio.stress.records import Seen
+    from narwhal_trio.stress.report import Report, RouterSide
     from narwhal_trio.stress.scrape import Scrape
     from narwhal_trio.wire.stream import Dialer
 
@@ -98,6 +99,27 @@ async def stress(options: Options, progress: Progress | None = None) -> Report:
     return await _Run(options, progress or Progress()).run()
 
 
+@attrs.define
+class _Found:
+    """What a run has gathered so far."""
+
+    mix: Mix
+    model: str
+    begun: datetime
+    begun_at: float
+    load: Load
+    ended_at: float = 0.0
+    read_at: float = 0.0
+    lag: Lag = attrs.field(factory=Lag)
+    working_at_end: int = 0
+    settled_s: float | None = None
+    gauges: dict[str, float] | None = None
+    states: list[EngineState] = attrs.field(factory=list)
+    legs: list[Leg] = attrs.field(factory=list)
+    plain: list[Seen] = attrs.field(factory=list)
+    router_side: RouterSide | None = None
+
+
 class _Run:
     def __init__(self, options: Options, progress: Progress) -> None:
         self._options = options
@@ -110,60 +132,55 @@ class _Run:
         self._http = httpx.AsyncClient(transport=WireTransport(self._wire, max_response_bytes=1 << 30), timeout=None)  # noqa: S113 - scopes bound each call
 
     async def run(self) -> Report:
-        options = self._options
+        options, progress = self._options, self._progress
         address = parse_address(options.base)
         try:
             mix = await self._prepare_engines()
-            target = Target.at(
-                address,
-                await self._model(),
-                options.dialer,
-                self._clock,
-                api_key=options.api_key,
-                patience_s=options.patience_s,
-            )
+            model, key, patience_s = await self._model(), options.api_key, options.patience_s
+            target = Target.at(address, model, options.dialer, self._clock, api_key=key, patience_s=patience_s)
             await self._wait_ready(target)
             before = await self._metrics()
-            begun, begun_at = datetime.now(UTC), self._clock()
-            load = Load(
-                target,
-                draw(mix, options.seed, self._run_id),
-                options.concurrency,
-                options.total,
-                options.duration_s,
-                options.ramp_s,
-            )
+            found = _Found(mix, model, datetime.now(UTC), self._clock(), self._load(target, mix))
             async with self._watched():
-                self._progress.load, self._progress.stage = load, "load"
-                await load.run()
-            ended_at = self._clock()
-            lag = self._lag.lag()
-            self._progress.stage = "settling"
-            working_at_end = await self._working()
-            settled_s, gauges = await self._settle()
-            states, legs = await self._states(), await self._legs()
-            read_at = self._clock()
-            after = await self._metrics()
-            self._progress.stage = "plain"
-            plain = await run_plain(target, f"{self._run_id}z", options.plain) if options.plain else []
-            self._progress.stage = "done"
+                progress.load, progress.stage = found.load, "load"
+                await found.load.run()
+            found.ended_at = self._clock()
+            progress.stage = "settling"
+            found.lag = self._lag.lag()
+            found.working_at_end = await self._working()
+            found.settled_s, found.gauges = await self._settle()
+            found.states, found.legs = await self._states(), await self._legs()
+            found.read_at = self._clock()
+            found.router_side = scrapes.router_side(before, await self._metrics())
+            progress.stage = "plain"
+            if options.plain:
+                found.plain = await run_plain(target, f"{self._run_id}z", options.plain)
+            progress.stage = "done"
         finally:
             self._wire.close_now()
-        closed = closings(load.seen, legs_by_marker(legs), read_at)
-        duration_s = ended_at - begun_at
+        return self._report(found)
+
+    def _load(self, target: Target, mix: Mix) -> Load:
+        options = self._options
+        plans = draw(mix, options.seed, self._run_id)
+        return Load(target, plans, options.concurrency, options.total, options.duration_s, options.ramp_s)
+
+    def _report(self, found: _Found) -> Report:
+        options, load, begun_at = self._options, found.load, found.begun_at
+        duration_s = max(found.ended_at - begun_at, 1e-9)
         outcomes, answers = reports.outcome_counts(load.seen)
         served = [seen for seen in load.seen if seen.outcome is Outcome.COMPLETED and seen.ended_at is not None]
         in_time = [s for s in served if s.deadline_at is None or (s.ended_at or 0.0) <= s.deadline_at]
-        deadlines = reports.deadline_figures(load.seen, begun_at)
         known = bool(options.engine_urls)
+        closed = closings(load.seen, legs_by_marker(found.legs), found.read_at)
         return reports.Report(
             name=options.name or options.base,
             url=options.base,
-            model=target.model,
+            model=found.model,
             version=__version__,
-            begun=begun.isoformat(timespec="seconds"),
+            begun=found.begun.isoformat(timespec="seconds"),
             duration_s=round(duration_s, 3),
-            settings=self._settings(mix),
+            settings=self._settings(found.mix),
             machine=_machine(),
             requests=len(load.seen),
             outcomes=outcomes,
@@ -174,20 +191,20 @@ class _Run:
             served_in_time_per_s=round(len(in_time) / duration_s, 3),
             events_per_s=round(sum(seen.events for seen in load.seen) / duration_s, 1),
             ttft=reports.spread(s.first_at - s.sent_at for s in load.seen if s.stream and s.first_at and s.sent_at),
-            closes=reports.close_figures(closed, legs, begun_at) if known else None,
-            deadlines=deadlines,
+            closes=reports.close_figures(closed, found.legs, begun_at) if known else None,
+            deadlines=reports.deadline_figures(load.seen, begun_at),
             leaks=reports.Leaks(
-                working_at_end=working_at_end if known else None,
-                working=sum(state.working for state in states) if known else None,
-                settled_s=settled_s,
-                connections=sum(state.connections for state in states) if known else None,
-                gauges=gauges,
-                plain=len(plain),
-                plain_served=sum(seen.outcome is Outcome.COMPLETED for seen in plain),
+                working_at_end=found.working_at_end if known else None,
+                working=sum(state.working for state in found.states) if known else None,
+                settled_s=found.settled_s,
+                connections=sum(state.connections for state in found.states) if known else None,
+                gauges=found.gauges,
+                plain=len(found.plain),
+                plain_served=sum(seen.outcome is Outcome.COMPLETED for seen in found.plain),
             ),
-            load_lag=lag,
-            engine_lag=max((state.lag for state in states), key=lambda lag: lag.max) if states else None,
-            router_side=scrapes.router_side(before, after),
+            load_lag=found.lag,
+            engine_lag=max((state.lag for state in found.states), key=lambda lag: lag.max) if found.states else None,
+            router_side=found.router_side,
             usage=self._usage,
             timeline=[(round(at - begun_at, 3), n, done) for at, n, done in load.timeline],
         )

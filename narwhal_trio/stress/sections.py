@@ -37,7 +37,7 @@ def sections(report: Report) -> list[Section]:
     if report.verdicts:
         rows = [(v.name, _number(v.limit), _number(v.value), "met" if v.met else "EXCEEDED") for v in report.verdicts]
         found.append(Section("Bounds", ("bound", ">limit", ">measured", ""), rows))
-    return [section for section in found if section.rows]
+    return [section for section in found if section.rows or section.note]
 
 
 def comparison(reports: Sequence[Report]) -> Section:
