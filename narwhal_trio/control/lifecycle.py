@@ -139,7 +139,7 @@ class LifecycleService:
         decided = False
         try:
             checks = await self._validate(validation)
-            if not self._in_control():
+            if not (self._in_control() and self.machine.current(validation)):
                 return 503, self.document(FENCED)
             problem = self.machine.finish(validation, checks, wall=self._wall())
             decided = True

@@ -127,9 +127,9 @@ def apply_handoff(document: HandoffDocument, core: RouterCore, lifecycle: Lifecy
         engine = engines.get(EngineId(name))
         if engine is not None and not engine.pinned:
             engine.role = role
-    for name in document.ejected:
-        engine = engines.get(EngineId(name))
-        if engine is not None:
+    for engine in core.fleet:
+        engine.holds.discard(Hold.EJECTED)
+        if engine.id in document.ejected:
             engine.holds.add(Hold.EJECTED)
     lifecycle.restore(msgspec.to_builtins(document.lifecycle), now=trio.current_time(), wall=wall)
     core.fleet.changed()

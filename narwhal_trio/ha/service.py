@@ -66,9 +66,8 @@ class HaService:
         self._take_over = take_over
         self._length_s = ha.lease_ttl_s
         self._valid_s = ha.lease_ttl_s - ha.safety_margin_s
-        self.holder = (
-            f"{core.config.router_id}:{uuid.uuid4().hex}"  # never seeded: two lives must not take each other for one
-        )
+        # Never seeded: two lives must not take each other for one.
+        self.holder = f"{core.config.router_id}:{uuid.uuid4().hex}"
         self.watch = PrimaryWatch(core.control_wire, ha.standby_of, admin_key, wall) if ha.standby_of else None
         self._observer = LeaseObserver()
         self._lease: Lease | None = None

@@ -12,14 +12,21 @@ N.5.5 corrected.
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
-import attrs
-
 from narwhal_trio.scheduling.coverage import covered
 from narwhal_trio.scheduling.fleet import Hold
+from narwhal_trio.scheduling.lifecycle_values import (
+    Check,
+    DrainOrder,
+    EngineState,
+    LifecycleRefused,
+    ReadmitOrder,
+    Record,
+    Residents,
+    Validation,
+)
 from narwhal_trio.types import EngineId
 
 if TYPE_CHECKING:
@@ -42,105 +49,6 @@ __all__ = [
 
 EVENTS_KEPT: Final = 200
 INTERRUPTED: Final = "the readmission checks were interrupted"
-
-
-class LifecycleRefused(Exception):  # noqa: N818 - an answer to the operator
-    """An order that cannot be followed now. Nothing has changed. status: 409 for the order itself, 503 where the router can't."""
-
-    def __init__(self, message: str, status: int = 409) -> None:
-        super().__init__(message)
-        self.message = message
-        self.status = status
-
-
-class EngineState(enum.Enum):
-    """Where an engine is in its lifecycle."""
-
-    ACTIVE = "active"
-    DRAINING = "draining"
-    DRAINED = "drained"
-    DEADLINE_EXCEEDED = "deadline_exceeded"
-    BLOCKED = "blocked"
-    VALIDATING = "validating"
-
-
-@attrs.frozen
-class DrainOrder:
-    """`POST /narwhal/lifecycle/drain`. deadline_s: seconds, > 0. force: end the work that is left when they are over."""
-
-    engines: tuple[str, ...] = ()
-    wave: bool = False
-    deadline_s: float = 300.0
-    force: bool = False
-
-
-@attrs.frozen
-class ReadmitOrder:
-    """`POST /narwhal/lifecycle/readmit`."""
-
-    engines: tuple[str, ...] = ()
-    wave: bool = False
-
-
-@attrs.frozen
-class Residents:
-    """Work that still needs an engine. handoffs: prefills of running requests whose KV no decode engine has taken yet."""
-
-    prefill: int = 0
-    decode: int = 0
-    handoffs: int = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.prefill or self.decode or self.handoffs)
-
-
-@attrs.frozen
-class Check:
-    """One readmission check. detail: what was found where it did not pass."""
-
-    name: str
-    passed: bool
-    detail: str = ""
-
-
-@attrs.define(eq=False)
-class Record:
-    """One engine that is not simply active. requested_at, deadline_at: Unix seconds; deadline: the same on the router's clock."""
-
-    iid: EngineId
-    requested_at: float
-    deadline_at: float
-    deadline: float
-    force: bool = False
-    wave_id: str | None = None
-    state: EngineState = EngineState.DRAINING
-    error: str | None = None
-    checks: list[Check] = attrs.Factory(list)
-
-    def durable(self) -> dict[str, Any]:
-        """What survives this process."""
-        return {
-            "iid": self.iid,
-            "state": self.state.value,
-            "requested_at": self.requested_at,
-            "deadline_at": self.deadline_at,
-            "force": self.force,
-            "restart_required": False,
-            "wave_id": self.wave_id,
-            "old_process_start": None,
-            "new_process_start": None,
-            "error": self.error,
-            "checks": [attrs.asdict(check) for check in self.checks],
-        }
-
-
-@attrs.frozen(eq=False)
-class Validation:
-    """A readmission in progress: the engines that are asked, and the states to which they go back if nobody finishes it."""
-
-    engines: tuple[EngineId, ...]
-    before: Mapping[EngineId, EngineState]
-    wave: bool
 
 
 class Lifecycle:
@@ -297,16 +205,21 @@ class Lifecycle:
             if state is EngineState.VALIDATING or (state is EngineState.ACTIVE and not ejected):
                 raise LifecycleRefused(f"{iid} is {state.value}, expected drained")
         before = {iid: self.state(iid) for iid in chosen}
-        for iid in chosen:
-            record = self.records.setdefault(iid, Record(iid, wall, wall, 0.0))
+        records = tuple(self.records.setdefault(iid, Record(iid, wall, wall, 0.0)) for iid in chosen)
+        for record in records:
             record.state, record.error, record.checks = EngineState.VALIDATING, None, []
-            self._note(wall, "validation_started", iid=iid)
-        return Validation(chosen, before, order.wave)
+            self._note(wall, "validation_started", iid=record.iid)
+        return Validation(records, before, order.wave)
+
+    def current(self, validation: Validation) -> bool:
+        """The records under validation are still these: no other router's have replaced them meanwhile."""
+        return all(self.records.get(record.iid) is record for record in validation.records)
 
     def finish(self, validation: Validation, checks: Mapping[EngineId, Sequence[Check]], *, wall: float) -> str:
         """Apply the checks: all engines return in one step if every one passed, else none does, and what failed is returned.
 
-        An engine that fails is blocked until the next try; one that was merely ejected stays that, and is probed as before.
+        An engine that fails is blocked until the next try; one that was merely ejected stays that, and is probed as before. The
+        validation must be `current`.
         """
         failures = {
             iid: found for iid in validation.engines if (found := next((c for c in checks[iid] if not c.passed), None))
@@ -340,12 +253,11 @@ class Lifecycle:
 
     def abandon(self, validation: Validation) -> None:
         """Nobody waits for the checks any more, or the router no longer controls the fleet: everything is as before them."""
-        for iid in validation.engines:
-            before = validation.before[iid]
-            if before is EngineState.ACTIVE:
-                del self.records[iid]
-            else:
-                self.records[iid].state = before
+        for record in validation.records:
+            before = validation.before[record.iid]
+            record.state = before
+            if before is EngineState.ACTIVE and self.records.get(record.iid) is record:
+                del self.records[record.iid]
 
     # -- hand-over to another process
 
@@ -362,6 +274,9 @@ class Lifecycle:
 
         Checks that were under way did not end: their engines are blocked until an operator readmits them.
         """
+        for iid in self.records:
+            self._fleet.engines[iid].holds.discard(Hold.DRAINING)
+        self.records.clear()
         for item in durable["records"]:
             iid = EngineId(item["iid"])
             if iid not in self._fleet.engines:
@@ -374,14 +289,16 @@ class Lifecycle:
             if record.state is EngineState.VALIDATING:
                 record.state, record.error = EngineState.BLOCKED, INTERRUPTED
             self.records[iid] = record
-        self.events.extend(durable["events"])
+        self.events = deque(durable["events"], maxlen=EVENTS_KEPT)
         self.wave_id = durable["wave_id"]
+        self._wave_announced = False
+        self._readiness.update(maintenance=f"whole-wave drain {self.wave_id}" if self.wave_id else "")
         if self.wave_id is not None:
-            self._readiness.update(maintenance=f"whole-wave drain {self.wave_id}")
             for iid in self._fleet.engines:  # one that only this fleet has joins the wave, which returns as one
                 self.records.setdefault(iid, Record(iid, wall, wall, now, wave_id=self.wave_id))
         for iid in self.records:
-            self._fleet.hold(iid, Hold.DRAINING)
+            self._fleet.engines[iid].holds.add(Hold.DRAINING)
+        self._fleet.changed()
 
     def _note(self, wall: float, action: str, **fields: Any) -> None:
         event = {"action": action, "at": wall, **fields}

@@ -333,6 +333,42 @@ def test_a_wave_survives_a_change_of_process_and_of_the_fleet() -> None:
     assert not other.readiness.maintenance
 
 
+def test_another_router_s_records_replace_ours() -> None:
+    s, other = Setup(), Setup()
+    s.drain("p0")
+    s.refresh()
+    validation = s.machine.begin_validation(ReadmitOrder(("p0",)), wall=WALL)
+    assert s.machine.current(validation)
+    other.drain("d1")
+    s.machine.restore(other.machine.durable(), now=0.0, wall=WALL)
+    assert s.held() == ["d1"]
+    assert s.states() == {"p0": "active", "p1": "active", "d0": "active", "d1": "draining"}
+    assert not s.machine.current(validation)
+    s.machine.abandon(validation)
+    assert s.held() == ["d1"]
+    assert s.states()["p0"] == "active"
+    # The same engine, drained anew by the other one: these are not the records that were being checked.
+    other = Setup()
+    other.drain("p0")
+    first = Setup()
+    first.drain("p0")
+    first.refresh()
+    validation = first.machine.begin_validation(ReadmitOrder(("p0",)), wall=WALL)
+    first.machine.restore(other.machine.durable(), now=0.0, wall=WALL)
+    assert not first.machine.current(validation)
+    first.machine.abandon(validation)
+    assert first.states()["p0"] == "draining"
+
+
+def test_a_wave_that_is_over_elsewhere_is_over_here() -> None:
+    s = Setup()
+    s.drain(wave=True)
+    s.machine.restore(Setup().machine.durable(), now=0.0, wall=WALL)
+    assert s.held() == []
+    assert s.machine.wave_id is None
+    assert not s.readiness.maintenance
+
+
 def test_events_are_bounded() -> None:
     s = Setup()
     for _ in range(EVENTS_KEPT):

@@ -349,6 +349,40 @@ def test_the_next_router_knows_roles_ejections_and_drains(tmp_path: Path) -> Non
     run_world(main, 9)
 
 
+def test_two_routers_that_shadow_each_other_pass_drains_to_and_fro(tmp_path: Path) -> None:
+    async def main(world: World) -> None:
+        async with site(world, 2, 2) as s, trio.open_nursery() as watch:
+            path = tmp_path / "lease"
+            members = {}
+            for name, other in (("a", "b"), ("b", "a")):
+                keys = ha(path, router_id=name, standby_of=f"http://{other}:8000")
+                members[name] = await s.router(name, store=CuttableStore(path), ha=keys, recovery={"state_path": ""})
+            a, b = members["a"], members["b"]
+            watch.start_soon(never_both, a, b)
+            assert await until(lambda: a.serving or b.serving) <= 2.0, "nobody is there to be waited for"
+            now, then = (a, b) if a.serving else (b, a)
+            assert (await s.post(now.name, "/narwhal/lifecycle/drain", {"engines": ["p0"]})).status == 200
+            assert (await s.post(now.name, "/narwhal/lifecycle/drain", {"engines": ["d0"]})).status == 200
+            await trio.sleep(1)
+            assert now.store is not None
+            now.store.cut = True
+            await until(lambda: then.serving)
+            assert [e.id for e in then.router.core.fleet if not e.live] == ["p0", "d0"]
+            assert (await s.post(then.name, "/narwhal/lifecycle/readmit", {"engines": ["p0"]})).status == 200
+            assert (await s.post(then.name, "/narwhal/lifecycle/drain", {"engines": ["p1"]})).status == 200
+            now.store.cut = False
+            await until(lambda: bool(now.router.core.readiness.standby))
+            await trio.sleep(1)
+            await then.kill()
+            await until(lambda: now.serving)
+            # What the other one did counts, not what was true here long ago.
+            assert [e.id for e in now.router.core.fleet if not e.live] == ["p1", "d0"]
+            assert (await s.ask(now.name)).status == 200
+            watch.cancel_scope.cancel()
+
+    run_world(main, 16)
+
+
 def test_a_standby_without_a_document_serves_from_its_configuration(tmp_path: Path) -> None:
     async def main(world: World) -> None:
         async with site(world) as s:
