@@ -14,8 +14,10 @@ _PROC = Path("/proc")
 
 
 class Usage(msgspec.Struct):
-    """Of one process and its descendants, since they began. cpu_s: user and system. starved_s: how long the thread that
-    worked most could have run but had no processor, because others had it. rss_mib: resident memory. descriptors: open ones, sockets included.
+    """Of one process and its descendants, since they began.
+
+    cpu_s: user and system. starved_s: how long the thread that worked most could have run but had no processor, because others had
+    it. rss_mib: resident memory. descriptors: open ones, sockets included.
     """
 
     cpu_s: float

@@ -32,8 +32,8 @@ class Outcome(enum.Enum):
 class Seen(msgspec.Struct, omit_defaults=True):
     """One request at its client. Instants are seconds on the machine's clock.
 
-    sent_at: just before the first byte of the request. first_at: first event of a stream with output. ended_at: the end was known here; for a cut
-    request just before its socket was closed. events: events of a stream that carried a choice.
+    sent_at: just before the first byte of the request. first_at: first event of a stream with output. ended_at: the end was known
+    here; for a cut request just before its socket was closed. events: events of a stream that carried a choice.
     """
 
     number: int
