@@ -245,6 +245,8 @@ class RequestRun:
         excluded.add(failure.engine)
         if all(engine.id in excluded for engine in self.core.fleet.live(failure.role)):
             return RetryVerdict.NO_ENGINE, 0.0
+        if failure.role is Role.DECODE:
+            self._avoid_producer()
         backoff_s = policy.delay(self.record.attempts, self.core.random.random())
         if trio.current_time() + backoff_s >= self.lifetime.deadline_at:
             return RetryVerdict.ORIGINAL_DEADLINE, 0.0
@@ -252,6 +254,14 @@ class RequestRun:
             self.core.accounting.retry_was_denied()
             return RetryVerdict.SHARED_BUDGET, 0.0
         return RetryVerdict.ALLOWED, backoff_s
+
+    def _avoid_producer(self) -> None:
+        """A decode that failed before any output may have met a bad hand-off: where there is another producer, it is asked."""
+        excluded = self.excluded[Role.PREFILL]
+        if self.producer is not None and any(
+            engine.id != self.producer and engine.id not in excluded for engine in self.core.fleet.live(Role.PREFILL)
+        ):
+            excluded.add(self.producer)
 
     def _note_failure(self, failure: LegFailure, verdict: RetryVerdict, backoff_s: float) -> None:
         retried = verdict is RetryVerdict.ALLOWED

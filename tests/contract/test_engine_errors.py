@@ -409,6 +409,28 @@ def test_each_attempt_has_a_hand_off_of_its_own() -> None:
     run(check, prefill=[numbered, numbered], decode=[shared, shared])
 
 
+@STREAMED
+@pytest.mark.parametrize("fault", ["500", "slam", "silence"])
+def test_after_a_failed_decode_another_producer_is_asked_if_there_is_one(streamed: bool, fault: str) -> None:
+    """The hand-off may be what was bad."""
+    bad: Script = hang if fault == "silence" else TRANSIENT[fault][0]
+
+    def shared() -> list[Script]:
+        script = in_turn(bad, say_hi)
+        return [script, script]
+
+    async def two(f: Scripted) -> None:
+        assert (await f.post(COMPLETIONS, TEXT | {"stream": streamed})).status == 200
+        assert {call.engine for call in f.calls("p")} == {"p0", "p1"}
+
+    async def one(f: Scripted) -> None:
+        assert (await f.post(COMPLETIONS, TEXT | {"stream": streamed})).status == 200
+        assert [call.engine for call in f.calls("p")] == ["p0", "p0"]
+
+    run(two, prefill=[prefilled(), prefilled()], decode=shared())
+    run(one, prefill=prefilled(), decode=shared())
+
+
 def test_retries_spend_a_shared_budget() -> None:
     """With the budget spent a fault is answered at once, so that a broken fleet is not asked twice as often."""
 
