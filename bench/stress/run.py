@@ -210,6 +210,7 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="also print every run's own tables")
     parser.add_argument("options", nargs="*", help="for narwhal-trio stress, after --")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything that was started ends too
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     names = args.routers.split(",")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import sys
 import tempfile
 from contextlib import AsyncExitStack
@@ -167,51 +168,68 @@ def run(args: argparse.Namespace) -> int:
 
 def _problem(args: argparse.Namespace) -> str | None:
     """What is wrong with the arguments taken together."""
-    if args.url is not None:
-        try:
-            parse_address(args.url)
-        except ValueError as exc:
-            return f"--url: {exc}"
-    if args.url is None and (args.engine_log or args.pid is not None):
-        return "--engine-log and --pid describe a router that runs already: say which with --url"
-    if args.engines and args.engine_log:
-        return "--engines starts engines, --engine-log reads those that run: give one of them"
+    limit = raise_file_limit()
+    if args.concurrency + SPARE_FILES > limit:
+        return f"--concurrency {args.concurrency}: this process may open only {limit} files (ulimit -n)"
     if args.cancel_share + args.deadline_share > 1:
         return "--cancel-share and --deadline-share add up to more than 1"
     if args.patience == 0:
         return "--patience: must be more than 0"
-    if args.api_key_env and args.api_key_env not in os.environ:
-        return f"--api-key-env: there is no environment variable {args.api_key_env}"
-    for bound in BOUNDS:
-        asked = getattr(args, bound.name.replace("-", "_")) is not None
-        if asked and bound.engines and args.url is not None and not (args.engines or args.engine_log):
-            return f"--{bound.name} can only be measured at simulated engines: --engines or --engine-log"
-    limit = raise_file_limit()
-    if args.concurrency + SPARE_FILES > limit:
-        return f"--concurrency {args.concurrency}: this process may open only {limit} files (ulimit -n)"
     if args.html is not None or args.plots is not None:
         try:
             check_plots()
         except PlotsMissing as exc:
             return str(exc)
+    return _target_problem(args)
+
+
+def _target_problem(args: argparse.Namespace) -> str | None:
+    if args.url is not None:
+        try:
+            parse_address(args.url)
+        except ValueError as exc:
+            return f"--url: {exc}"
+    elif args.engine_log or args.pid is not None:
+        return "--engine-log and --pid describe a router that runs already: say which with --url"
+    if args.engines and args.engine_log:
+        return "--engines starts engines, --engine-log reads those that run: give one of them"
+    if args.api_key_env:
+        key = os.environ.get(args.api_key_env, "")
+        if not key or not key.isascii() or not key.isprintable():
+            return f"--api-key-env: there is no environment variable {args.api_key_env} with printable ASCII characters"
+    logged = args.url is None or args.engines or args.engine_log
+    for bound in BOUNDS:
+        if bound.engines and not logged and getattr(args, bound.name.replace("-", "_")) is not None:
+            return f"--{bound.name} can only be measured at simulated engines: --engines or --engine-log"
     return None
 
 
 async def _run(args: argparse.Namespace) -> Report:
-    console = Console(stderr=True)
-    async with AsyncExitStack() as stack:
-        options = await _target(args, stack)
-        progress = Progress()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(_show_progress, console, progress, options)
-            try:
-                result: Report | NotReady = await stress(options, progress)
-            except NotReady as exc:
-                result = exc  # as a value: it must leave the nursery as itself, not in a group
-            nursery.cancel_scope.cancel()
-        if isinstance(result, NotReady):
-            raise result
-        return result
+    """Raises `NotReady`, or `KeyboardInterrupt` when told to end; by then everything that was started has ended."""
+    result: Report | NotReady | None = None
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_wait_told_to_end, nursery.cancel_scope)
+        # Failures as values: they must leave the nursery as themselves, not in a group.
+        try:
+            async with AsyncExitStack() as stack:
+                options = await _target(args, stack)
+                progress = Progress()
+                nursery.start_soon(_show_progress, Console(stderr=True), progress, options)
+                result = await stress(options, progress)
+        except NotReady as exc:
+            result = exc
+        nursery.cancel_scope.cancel()
+    if result is None:
+        raise KeyboardInterrupt
+    if isinstance(result, NotReady):
+        raise result
+    return result
+
+
+async def _wait_told_to_end(everything: trio.CancelScope) -> None:
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        await anext(signals)
+        everything.cancel()
 
 
 async def _target(args: argparse.Namespace, stack: AsyncExitStack) -> Options:

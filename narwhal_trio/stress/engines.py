@@ -83,9 +83,15 @@ def seconds(text: str) -> float:
 
 def add_pace_arguments(parser: argparse._ActionsContainer) -> None:
     """The pace of simulated engines, as options."""
-    parser.add_argument("--prefill-s", type=seconds, default=0.5, metavar="S", help="a prefill leg takes this long")
-    parser.add_argument("--first-token-s", type=seconds, default=0.25, metavar="S", help="decode until its first token")
-    parser.add_argument("--gap-s", type=seconds, default=0.4, metavar="S", help="between two tokens of one stream")
+    parser.add_argument(
+        "--prefill-s", type=seconds, default=0.5, metavar="S", help="a prefill leg takes this long (default 0.5)"
+    )
+    parser.add_argument(
+        "--first-token-s", type=seconds, default=0.25, metavar="S", help="decode until its first token (default 0.25)"
+    )
+    parser.add_argument(
+        "--gap-s", type=seconds, default=0.4, metavar="S", help="between two tokens of one stream (default 0.4)"
+    )
     parser.add_argument(
         "--step", action="store_true", help="all streams of an engine make their tokens at the same instants"
     )

@@ -124,6 +124,7 @@ class _Run:
     def __init__(self, options: Options, progress: Progress) -> None:
         self._options = options
         self._progress = progress
+        self._address = parse_address(options.base)
         self._clock = options.clock
         self._lag = LagProbe()
         self._usage: dict[str, list[Usage]] = {name: [] for name in options.pids}
@@ -133,11 +134,10 @@ class _Run:
 
     async def run(self) -> Report:
         options, progress = self._options, self._progress
-        address = parse_address(options.base)
         try:
             mix = await self._prepare_engines()
             model, key, patience_s = await self._model(), options.api_key, options.patience_s
-            target = Target.at(address, model, options.dialer, self._clock, api_key=key, patience_s=patience_s)
+            target = Target.at(self._address, model, options.dialer, self._clock, api_key=key, patience_s=patience_s)
             await self._wait_ready(target)
             before = await self._metrics()
             found = _Found(mix, model, datetime.now(UTC), self._clock(), self._load(target, mix))
@@ -211,17 +211,24 @@ class _Run:
 
     # -- before
 
-    async def _get(self, url: str, *, what: str) -> bytes:
-        """The body of a 200. Raises `NotReady`."""
+    async def _get_from_router(self, path: str, *, what: str, headers: Mapping[str, str] | None = None) -> bytes:
+        # A URL can't name a Unix socket, hence the address beside it.
+        return await self._get(f"{self._options.base}{path}", what=what, headers=headers, url=f"http://router{path}")
+
+    async def _get(
+        self, name: str, *, what: str, headers: Mapping[str, str] | None = None, url: str | None = None
+    ) -> bytes:
+        """The body of a 200. Raises `NotReady`. url: where it is not `name` itself, then asked of the router's address."""
+        extensions = {} if url is None else {"address": self._address}
         with trio.move_on_after(LOOK_S):
             try:
-                answer = await self._http.get(url)
+                answer = await self._http.get(url or name, headers=headers, extensions=extensions)
             except httpx.HTTPError as exc:
-                raise NotReady(f"{what} {url}: {exc}") from None
+                raise NotReady(f"{what} {name}: {exc}") from None
             if answer.status_code != 200:
-                raise NotReady(f"{what} {url}: status {answer.status_code}")
+                raise NotReady(f"{what} {name}: status {answer.status_code}")
             return answer.content
-        raise NotReady(f"{what} {url}: no answer within {LOOK_S:g} s")
+        raise NotReady(f"{what} {name}: no answer within {LOOK_S:g} s")
 
     async def _prepare_engines(self) -> Mix:
         """Forget what was before, and fit cuts and deadlines to the engines' pace."""
@@ -238,16 +245,21 @@ class _Run:
     async def _model(self) -> str:
         if self._options.model:
             return self._options.model
-        url, what = f"{self._options.base}/v1/models", "model list of the router"
+        key = self._options.api_key
+        headers = {"authorization": f"Bearer {key}"} if key else None
+
+        async def ask() -> bytes:
+            return await self._get_from_router("/v1/models", what="model list of the router", headers=headers)
+
         body = b""
         with trio.move_on_after(self._options.ready_s):
             while not body:
                 try:
-                    body = await self._get(url, what=what)
+                    body = await ask()
                 except NotReady:
                     await trio.sleep(READY_POLL_S)
         try:
-            body = body or await self._get(url, what=what)
+            body = body or await ask()
             return str(msgspec.json.decode(body)["data"][0]["id"])
         except (msgspec.DecodeError, LookupError, TypeError):
             msg = f"{self._options.base}/v1/models names no model; say which with --model"
@@ -308,10 +320,12 @@ class _Run:
         return found
 
     async def _legs(self) -> list[Leg]:
+        """Those of this run's load."""
+        mark = f"stress-{self._run_id}-"
         found: list[Leg] = []
         for url in self._options.engine_urls:
             body = await self._get(f"{url.rstrip('/')}/stress/legs", what="engine")
-            found += msgspec.json.decode(body, type=list[Leg])
+            found += [leg for leg in msgspec.json.decode(body, type=list[Leg]) if leg.marker.startswith(mark)]
         return found
 
     async def _working(self) -> int:
@@ -319,9 +333,10 @@ class _Run:
 
     async def _metrics(self) -> Scrape:
         """{} where there are none."""
-        url = self._options.metrics_url or f"{self._options.base}/metrics"
+        url = self._options.metrics_url
         try:
-            return scrapes.parse((await self._get(url, what="metrics")).decode("utf-8", "replace"))
+            body = await (self._get(url, what="metrics") if url else self._get_from_router("/metrics", what="metrics"))
+            return scrapes.parse(body.decode("utf-8", "replace"))
         except (NotReady, ValueError):
             return {}
 
@@ -355,6 +370,8 @@ class _Run:
 
 def _mean_in_flight(load: Load) -> float:
     """Between the end of the ramp and the instant at which requests ran out: what was really concurrent."""
+    if not load.timeline:
+        return 0.0
     begun_at = load.timeline[0][0] + load.ramp_s
     ended_at = load.exhausted_at or float("inf")
     counts = [n for at, n, _ in load.timeline if begun_at <= at <= ended_at] or [load.peak]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -62,8 +66,6 @@ def test_arguments_that_are_wrong(words: str, complaint: str, capsys: pytest.Cap
 def test_a_page_without_matplotlib_is_refused_before_the_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import sys
-
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["stress", "--html", "x.html"]) == 2
     assert "pip install 'narwhal-trio[stress]'" in capsys.readouterr().err
@@ -98,3 +100,22 @@ def test_one_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "EXCEEDED" in out
     assert (tmp_path / "o.html").read_text().count("<svg") == 3
     assert len(list((tmp_path / "plots").iterdir())) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_end_it_takes_everything_with_it(number: signal.Signals) -> None:
+    words = ["--concurrency", "4", "--requests", "100000"]
+    command = [sys.executable, "-m", "narwhal_trio", "stress", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            assert process.stderr is not None
+            while not process.stderr.readline().startswith(b"load"):
+                assert process.poll() is None
+            process.send_signal(number)
+            assert process.wait(60) == 130
+            # All were in one session; the group exists as long as one of them does.
+            with pytest.raises(ProcessLookupError):
+                os.killpg(process.pid, 0)
+        finally:
+            process.kill()
