@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config
-from hypercorn.events import Closed, RawData, Updated
+from hypercorn.events import Closed, RawData
 from hypercorn.protocol.h11 import H2CProtocolRequiredError, H2ProtocolAssumedError, H11Protocol
 from hypercorn.trio.task_group import TaskGroup
-from hypercorn.trio.worker_context import EventWrapper, TrioSingleTask, WorkerContext
+from hypercorn.trio.worker_context import EventWrapper, WorkerContext
 from hypercorn.typing import ASGIFramework, ConnectionState
 
 from narwhal_trio.edge.asgi import AsgiApp
@@ -26,6 +26,8 @@ from narwhal_trio.edge.hypercorn_h2 import ContainedH2
 from narwhal_trio.wire.base import MAX_RECEIVE
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hypercorn.events import Event
 
     from narwhal_trio.core.sink import App
@@ -45,8 +47,7 @@ class HypercornLane:
         self.settings = settings
         self.app = ASGIWrapper(cast(ASGIFramework, AsgiApp(app, settings, state=state)))
         self.context = WorkerContext(None)
-        self.context.terminated = terminated = _Switchable()
-        state.on_drain(terminated.set_now)
+        self.context.terminated = self._terminated = _Switchable()
         self.config = config = Config()
         config.accesslog = None  # the journal is our access log
         config.errorlog = None  # the ASGI adapter logs what the application does wrong
@@ -56,6 +57,17 @@ class HypercornLane:
         config.h2_max_header_list_size = _HEADER_LIST
         # At its limit hypercorn closes an HTTP/2 connection under the streams that are still running on it.
         config.keep_alive_max_requests = sys.maxsize
+        self._connections: set[_Connection] = set()
+        state.on_drain(self._drain)
+
+    @property
+    def draining(self) -> bool:
+        return self._terminated.is_set()
+
+    def _drain(self) -> None:
+        self._terminated.set_now()
+        for connection in self._connections:
+            connection.drain()
 
     async def serve(self, stream: Stream, protocol: str, *, peer: str, tls: bool = False) -> None:
         """Serve one connection to its end and close it.
@@ -63,9 +75,12 @@ class HypercornLane:
         protocol: "h2" (from the first byte), or "h2c" or "http/1.1" (an HTTP/1.1 head comes first).
         Raises what hypercorn's code raises: the caller contains one connection's failure.
         """
+        connection = _Connection(self, stream, peer, tls=tls)
+        self._connections.add(connection)
         try:
-            await _Connection(self, stream, peer, tls=tls).serve(protocol)
+            await connection.serve(protocol)
         finally:
+            self._connections.discard(connection)
             stream.close_now()
 
 
@@ -74,6 +89,27 @@ class _Switchable(EventWrapper):
 
     def set_now(self) -> None:
         self._event.set()
+
+
+class _Tasks(TaskGroup):
+    """Counts the applications that run: hypercorn's own notion of idleness forgets streams that a client resets."""
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        super().__init__()
+        self.running = 0
+        self._changed = changed
+
+    async def spawn_app(self, app: Any, config: Config, scope: Any, send: Any) -> Any:
+        async def counted(*arguments: Any) -> None:
+            try:
+                await app(*arguments)
+            finally:
+                self.running -= 1
+                self._changed()
+
+        self.running += 1
+        self._changed()
+        return await super().spawn_app(cast(Any, counted), config, scope, send)
 
 
 class _Connection:
@@ -85,9 +121,12 @@ class _Connection:
         self._peer = peer
         self._tls = tls
         self._protocol: _Switch
-        self._tasks: TaskGroup
-        self._idle = TrioSingleTask()
+        self._tasks = _Tasks(self._note_activity)
         self._reading = trio.CancelScope()
+        self._idle = trio.CancelScope()
+        """Its deadline is when the connection has been silent for too long; never while an application runs."""
+        self._fresh = True
+        self._ended = False
         self._closing = False
         # Output in the order of the calls. One of the tasks that brought some sends for all.
         self._outgoing = bytearray()
@@ -98,8 +137,7 @@ class _Connection:
 
     async def serve(self, protocol: str) -> None:
         lane = self._lane
-        async with TaskGroup() as tasks:
-            self._tasks = tasks
+        async with self._tasks as tasks:
             parts = (
                 lane.app,
                 lane.config,
@@ -114,11 +152,40 @@ class _Connection:
             self._protocol = _Switch(parts, http2=protocol == "h2")
             await self._protocol.initiate()
             # A new connection may ask one thing even of an edge that is draining.
-            await self._idle.restart(tasks, self._end_when_silent)
+            self._idle.deadline = trio.current_time() + lane.settings.head_timeout_s
+            tasks.spawn(self._end_when_idle)
             await self._read()
             await self._protocol.handle(Closed())
-            await self._idle.stop()
             self._stream.close_now()
+            self._ended = True
+            self._idle.cancel()
+
+    def _note_activity(self) -> None:
+        """An application has started or ended."""
+        self._fresh = False
+        if self._tasks.running:
+            self._idle.deadline = math.inf
+        elif self._lane.draining:
+            self._idle.deadline = trio.current_time()
+        else:
+            self._idle.deadline = trio.current_time() + self._lane.settings.keepalive_timeout_s
+
+    async def _end_when_idle(self) -> None:
+        while not self._ended:
+            with self._idle:
+                await trio.sleep_forever()
+            # The last application has ended, but its last frames may wait for the client, whose own are still read meanwhile.
+            with trio.move_on_after(self._lane.settings.linger_s):
+                await self._protocol.say_goodbye()
+            if self._tasks.running == 0:
+                await self._close()
+                return
+            self._idle = trio.CancelScope()
+            self._note_activity()
+
+    def drain(self) -> None:
+        if not self._fresh:
+            self._note_activity()
 
     async def _read(self) -> None:
         left = self._lane.settings.linger_bytes
@@ -142,11 +209,6 @@ class _Connection:
         elif isinstance(event, Closed):
             await self._close()
             await self._protocol.handle(Closed())
-        elif isinstance(event, Updated):
-            if event.idle:
-                await self._idle.restart(self._tasks, self._end_when_idle)
-            else:
-                await self._idle.stop()
 
     async def _write(self, data: bytes) -> None:
         # The bytes belong to the connection, not to the task that brings them: HTTP/2 frames that a cancelled task would
@@ -192,20 +254,6 @@ class _Connection:
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError):
             pass  # gone already, or a write is stuck and will be cut
 
-    async def _end_when_silent(self) -> None:
-        with trio.move_on_after(self._lane.settings.head_timeout_s):
-            await trio.sleep_forever()
-        await self._end_now()
-
-    async def _end_when_idle(self) -> None:
-        with trio.move_on_after(self._lane.settings.keepalive_timeout_s):
-            await self._lane.context.terminated.wait()
-        await self._end_now()
-
-    async def _end_now(self) -> None:
-        await self._protocol.handle(Closed())
-        self._stream.close_now()
-
 
 class _Switch:
     """The protocol of one connection, which may change from HTTP/1.1 to HTTP/2 (hypercorn's `ProtocolWrapper` with our HTTP/2)."""
@@ -216,6 +264,10 @@ class _Switch:
 
     async def initiate(self) -> None:
         await self._protocol.initiate()
+
+    async def say_goodbye(self) -> None:
+        if isinstance(self._protocol, ContainedH2):
+            await self._protocol.say_goodbye()
 
     async def handle(self, event: Event) -> None:
         try:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import h2.events
 import h2.exceptions
+import trio
 from h2.errors import ErrorCodes
-from hypercorn.events import Updated
 from hypercorn.protocol.events import Request, Response, StreamClosed
 from hypercorn.protocol.h2 import BUFFER_LOW_WATER, H2Protocol, StreamBuffer
 from hypercorn.protocol.http_stream import HTTPStream
@@ -48,6 +48,7 @@ class ContainedH2(H2Protocol):
         super().__init__(*parts)
         self._uploading: set[int] = set()
         """Streams whose client has not ended its request."""
+        self._progress = trio.lowlevel.ParkingLot()
         self._begun: set[int] = set()
         """Streams whose response head has been queued."""
 
@@ -57,16 +58,15 @@ class ContainedH2(H2Protocol):
             if isinstance(event, h2.events.RequestReceived):
                 # While draining too: the application says better than a reset why it does not serve.
                 await self._create_stream(event)
-                await self.send(Updated(idle=self.idle))
             elif isinstance(event, h2.events.DataReceived) and stream_id not in self.streams:
                 # The answer was complete before the request was. Keep the connection's window open.
                 self._acknowledge(event)
             else:
                 if isinstance(event, (h2.events.StreamEnded, h2.events.StreamReset)):
                     self._uploading.discard(event.stream_id)
-                if isinstance(event, h2.events.StreamReset):
-                    self._begun.discard(event.stream_id)
                 await super()._handle_events([event])
+                if isinstance(event, h2.events.StreamReset):
+                    await self._forget(event.stream_id)
         await self._flush()
 
     def _acknowledge(self, event: h2.events.DataReceived) -> None:
@@ -138,16 +138,35 @@ class ContainedH2(H2Protocol):
             if buffer is not None and not buffer.complete:
                 # The application left without an end, or before it was sent. Without a reset the client would wait for ever.
                 await self._break_off(event.stream_id)
+            # While draining hypercorn would close the connection here, before the last frame of this very answer.
+            await self._close_stream(event.stream_id)
+            return
         await super().stream_send(event)
 
     async def _break_off(self, stream_id: int) -> None:
         self._reset(stream_id, ErrorCodes.INTERNAL_ERROR)
+        await self._forget(stream_id)
+        await self._flush()
+
+    async def _forget(self, stream_id: int) -> None:
+        """Let the sending task drop the output of a stream that was reset. hypercorn keeps it, and after 1000 of them fails."""
+        self._begun.discard(stream_id)
         if (buffer := self.stream_buffers.get(stream_id)) is not None:
             await buffer.close()
-        await self._flush()
+            self.priority.unblock(stream_id)
+            await self.has_data.set()
+
+    async def say_goodbye(self) -> None:
+        """Wait until every answer has been given to the connection, its end included, then send GOAWAY."""
+        while self.stream_buffers:
+            await self._progress.park()
+        if not self.streams:
+            self.connection.close_connection()
+            await self._flush()
 
     async def _send_data(self, stream_id: int) -> None:
         await super()._send_data(stream_id)
+        self._progress.unpark_all()
         if stream_id not in self.stream_buffers and stream_id in self._uploading:
             # Answered completely; ask the client to stop sending (RFC 9113, 8.1).
             self._uploading.discard(stream_id)

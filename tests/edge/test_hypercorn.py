@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+import h2.config
+import h2.connection
 import h2.events
+import h2.exceptions
 import pytest
 import trio
 import trio.lowlevel
@@ -353,6 +358,61 @@ async def test_drain_closes_what_is_idle_and_lets_streams_finish(autojump_clock:
         assert newcomer.ended
 
 
+async def test_a_drain_does_not_cut_the_last_answer_of_a_slow_client(autojump_clock: MockClock) -> None:
+    body = b"z" * 50_000
+
+    async def app(inbound: Inbound, sink: Sink) -> None:
+        await trio.sleep(1)
+        await sink.respond(200, [], body)
+
+    async with world(app, link=Link(capacity=1000, latency_s=0.01)) as w:
+        clients = [await w.connect_h2() for _ in range(5)]
+        for client in clients:
+            await client.send_request(Request(method="GET"))
+        await trio.sleep(0.5)
+        w.state.begin_drain()
+        for client in clients:
+            answer = await client.answer(1)
+            assert (answer.status, answer.body, answer.complete) == (200, body, True)
+            assert isinstance(client.events[0][-1], h2.events.ConnectionTerminated)
+
+
+async def test_a_connection_whose_streams_were_reset_is_idle(autojump_clock: MockClock) -> None:
+    async def app(inbound: Inbound, sink: Sink) -> None:
+        await inbound.wait_client_gone()
+
+    async with world(app, EdgeSettings(keepalive_timeout_s=75)) as w:
+        client = await w.connect_h2()
+        stream_id = await client.send_request(Request(), end=False)
+        await trio.sleep(1)
+        client.connection.reset_stream(stream_id)
+        await client.flush()
+        await trio.sleep(74)
+        assert not client.ended
+        await trio.sleep(2)
+        assert client.ended
+
+
+async def test_cancelling_thousands_of_requests_does_not_use_up_a_connection(autojump_clock: MockClock) -> None:
+    async def app(inbound: Inbound, sink: Sink) -> None:
+        if inbound.path == "/ok":
+            await hello(inbound, sink)
+        else:
+            await inbound.wait_client_gone()
+
+    async with world(app) as w:
+        client = await w.connect_h2()
+        for _ in range(30):
+            ids = [await client.send_request(Request(method="GET", path="/long")) for _ in range(50)]
+            await trio.sleep(0.1)
+            for stream_id in ids:
+                client.connection.reset_stream(stream_id)
+            await client.flush()
+            await trio.sleep(0.1)
+        assert w.state.running == 0
+        assert (await client.answer(await client.send_request(Request(method="GET", path="/ok")))).body == b"hello"
+
+
 async def test_idle_connections_end(autojump_clock: MockClock) -> None:
     async with world(settings=EdgeSettings(keepalive_timeout_s=75)) as w:
         client = await w.connect_h2()
@@ -473,3 +533,57 @@ async def test_http2_over_the_http1_port(autojump_clock: MockClock, upgrade: boo
         assert (answer.status, answer.headers["x-path"], answer.body) == (200, "/up", b"hello")
         client.leave()
     assert state.open == 0
+
+
+def session(rng: random.Random) -> bytearray:
+    """A plausible client's bytes, then damaged a little."""
+    client = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
+    client.initiate_connection()
+    ids = [1 + 2 * k for k in range(rng.randint(1, 4))]
+    for stream_id in ids:
+        fields = [(":method", rng.choice(["GET", "POST"])), (":scheme", "http"), (":authority", "a"), (":path", "/x")]
+        client.send_headers(stream_id, fields, end_stream=rng.random() < 0.4)
+    for _ in range(rng.randint(0, 6)):
+        stream_id = rng.choice(ids)
+        kind = rng.random()
+        with contextlib.suppress(h2.exceptions.ProtocolError):
+            if kind < 0.5:
+                client.send_data(stream_id, b"y" * rng.randint(0, 2000), end_stream=rng.random() < 0.4)
+            elif kind < 0.7:
+                client.reset_stream(stream_id)
+            elif kind < 0.8:
+                client.ping(b"12345678")
+            elif kind < 0.9:
+                client.increment_flow_control_window(100, stream_id)
+            else:
+                client.prioritize(stream_id, depends_on=rng.choice([0, 1, 3, 5, 7]))
+    data = bytearray(client.data_to_send() or b"")
+    for _ in range(rng.choice([0, 0, 1, 2, 5])):
+        data[rng.randrange(24, len(data))] = rng.randrange(256)
+    return data[: rng.randrange(len(data))] if rng.random() < 0.2 else data
+
+
+@pytest.mark.parametrize("block", range(5))
+def test_whatever_an_http2_client_sends_nothing_is_left_of_it(block: int) -> None:
+    async def app(inbound: Inbound, sink: Sink) -> None:
+        with trio.move_on_after(100):
+            body = await inbound.read_body(1000)
+            await sink.start(200, [])
+            await sink.write(body)
+            await sink.finish()
+            return
+        sink.abort()
+
+    async def main(rng: random.Random) -> None:
+        link = Link(capacity=4096, chop=rng.random() < 0.5)
+        async with world(app, link=link) as w:
+            stream = w.connect()
+            with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                await stream.send_all(bytes(session(rng)))
+            if rng.random() < 0.5:
+                stream.close_now()
+            await trio.sleep(1000)
+            assert (w.state.open, w.state.running, w.state.faults) == (0, 0, 0)
+
+    for seed in range(block * 20, block * 20 + 20):
+        trio.run(main, random.Random(seed), clock=trio.testing.MockClock(autojump_threshold=0))
