@@ -267,6 +267,7 @@ class Router:
         self.core.abort_all(AbortCause.SHUTDOWN)
         with trio.move_on_after(self.config.server.write_timeout_s + 1):
             await self.core.wait_idle()
+        await self.core.releases.wait_idle()  # each is bounded by itself
         return clean
 
 
@@ -328,6 +329,7 @@ async def open_router(
         )
         control = ControlPlane(core, prepared, admin_key=credentials.admin_key, threads=threads)
         nursery.start_soon(_sweep, core, name="sweep idle connections")
+        await nursery.start(core.releases.run)
         await nursery.start(control.run)
         try:
             yield Router(core, control, admin_key=credentials.admin_key)

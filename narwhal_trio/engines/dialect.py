@@ -106,6 +106,21 @@ class Dialect(abc.ABC):
     def read_handoff(self, body: bytes, *, leg_id: str, received_at: float) -> Handoff | None:
         """What a 200 answer of the prefill leg hands on; None where the dialect has a rendezvous. Raises `HandoffInvalid`."""
 
+    def release_leg(self, handoff: Handoff) -> Leg | None:  # noqa: ARG002 - most engines know no such call
+        """The call that makes a decode engine tell the producer that its KV will not be read, at no work of its own; None if there is none.
+
+        For an engine that `can_release` only. `released` reads the answer.
+        """
+        return None
+
+    def can_release(self, version: bytes) -> bool:  # noqa: ARG002
+        """Whether `release_leg` is known to work, and to do no harm, on the engine that answered this at `version_path`."""
+        return False
+
+    def released(self, status: int, body: bytes) -> bool:  # noqa: ARG002
+        """Whether this answer to `release_leg` means that the producer was told."""
+        return False
+
     def missing_echo(self, request: CompletionRequest) -> str | None:  # noqa: ARG002 - most engines echo themselves
         """Prompt text that the first output must be preceded by, because `echo` was asked for and the decode leg's token ids make the
         engine leave it out; None if nothing is to be added."""

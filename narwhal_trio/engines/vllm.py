@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, ClassVar, Final
 
 import msgspec
@@ -51,6 +52,16 @@ _CUT: Final = (
     " and decode"
 )
 """vLLM then cuts as far as max_tokens requires, which differs between the legs: decode would read the KV of another prompt."""
+
+_RELEASE_MODEL: Final = b"narwhal-trio.kv-release"
+"""A model that no engine serves. vLLM refuses the request for it before its scheduler sees it and, because it names a hand-off, tells the
+producer, which frees the blocks at once: no KV is read, nothing is generated."""
+
+_RELEASES_SINCE: Final = (0, 32)
+"""The first version on which this was measured. Versions since 0.21 do the same, but a decode engine that could not reach the producer then
+died of it in some of them."""
+
+_NUMBERS: Final = re.compile(r"(\d{1,4})\.(\d{1,4})")
 
 
 class VLLM(Dialect):
@@ -119,6 +130,23 @@ class VLLM(Dialect):
             fields["kv_transfer_params"] = handoff.params
         return Leg(request.endpoint.path, join_object(fields), [(b"x-request-id", leg_id.encode())])
 
+    def release_leg(self, handoff: handoffs.Handoff) -> Leg:
+        fields = {"model": b'"%s"' % _RELEASE_MODEL, "prompt": b'"-"', "max_tokens": b"1"}
+        fields["kv_transfer_params"] = handoff.params
+        headers = [(b"x-request-id", f"{handoff.for_request}-release".encode())]
+        return Leg(Endpoint.COMPLETIONS.path, join_object(fields), headers)
+
+    def can_release(self, version: bytes) -> bool:
+        try:
+            text = _VERSION.decode(version).version
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return False
+        match = _NUMBERS.match(text)
+        return match is not None and (int(match[1]), int(match[2])) >= _RELEASES_SINCE
+
+    def released(self, status: int, body: bytes) -> bool:
+        return status == 404 and _RELEASE_MODEL in body
+
     def missing_echo(self, request: CompletionRequest) -> str | None:
         """vLLM drops the echoed text as soon as token ids are asked for. A client that asked for them itself gets what vLLM does; of a
         prompt of token ids the text is not known here."""
@@ -133,6 +161,11 @@ class VLLM(Dialect):
         return handoffs.read_handoff(body, leg_id=leg_id, received_at=received_at)
 
 
+class _Version(msgspec.Struct):
+    version: str
+
+
+_VERSION: Final = msgspec.json.Decoder(_Version)
 _KEYS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 

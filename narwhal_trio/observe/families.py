@@ -84,6 +84,8 @@ _ATTEMPTS: Final = (
     _gauge("kv_handoffs_open", "KV hand-offs that a prefill engine still holds blocks for."),
     _gauge("kv_stranded_tokens", "Tokens in KV hand-offs that no request wants any more.", "iid"),
     _counter("kv_handoffs", "KV hand-offs by what became of their blocks.", "result"),
+    _gauge("kv_releases_running", "Attempts to give KV blocks back, made by the router itself after a request's end."),
+    _counter("kv_releases", "Attempts to give KV blocks back by what came of them.", "result"),
 )
 _LATENCIES: Final = (
     _histogram(

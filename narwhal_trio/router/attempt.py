@@ -14,6 +14,7 @@ from narwhal_trio.engines.handoff import HandoffInvalid, backend_id
 from narwhal_trio.outcomes import Condition, Outcome, Refusal
 from narwhal_trio.router.legs import EngineLeg, LegFailure, failure_of_response
 from narwhal_trio.router.relay import PrefillGate, relay
+from narwhal_trio.router.release import HeldHandoff
 from narwhal_trio.router.seats import decode_seat, prefill_seat
 from narwhal_trio.types import Phase, Role
 from narwhal_trio.wire.client import WireError
@@ -28,7 +29,9 @@ __all__ = ["LegFailure", "run_attempt"]
 
 async def run_attempt(run: RequestRun) -> Outcome | LegFailure:
     """One try at serving `run`; an `Outcome` is final, a `LegFailure` may be retried."""
-    for milestone in ("prefill_sent", "prefilled", "decode_sent", "first_token"):
+    if run.held is not None and run.held.usable_until <= trio.current_time():
+        run.let_go()
+    for milestone in ("prefill_sent", "prefilled", "decode_sent", "first_token")[0 if run.held is None else 2 :]:
         run.record.milestones.pop(milestone, None)  # an earlier attempt's instants would pass for this one's
     if run.core.dialect.rendezvous:
         return await _rendezvous(run)
@@ -37,20 +40,34 @@ async def run_attempt(run: RequestRun) -> Outcome | LegFailure:
 
 async def _sequential(run: RequestRun) -> Outcome | LegFailure:
     core = run.core
-    with await prefill_seat(run) as claim:
-        core.accounting.attempt_started(run.record)
-        handoff = await _prefill(run, claim, None)
-    if isinstance(handoff, LegFailure):
-        return handoff
-    now = trio.current_time()
-    entry = core.ledger.open_entry(claim.engine.id, claim.work.input_tokens, now + core.config.kv_lease_s, now)
-    run.handoff_entry = entry
+    held = run.held
+    if held is None:
+        with await prefill_seat(run) as claim:
+            core.accounting.attempt_started(run.record)
+            handoff = await _prefill(run, claim, None)
+        if isinstance(handoff, LegFailure):
+            return handoff
+        assert handoff is not None
+        now = trio.current_time()
+        entry = core.ledger.open_entry(claim.engine.id, claim.work.input_tokens, now + core.config.kv_lease_s, now)
+        held = run.held = HeldHandoff(handoff, entry, now + core.config.handoff_bound_s)
+    else:
+        core.accounting.attempt_started(
+            run.record
+        )  # the KV of the attempt before, which its decode engine never heard of
+    result: Outcome | LegFailure | None = None
     try:
-        with await decode_seat(run, now + core.config.handoff_bound_s) as seat:
-            return await _decode(run, seat, handoff, None, None)
+        with await decode_seat(run, held.usable_until) as seat:
+            result = await _decode(run, seat, held.descriptor, None, None)
+            return result
     finally:
-        # Whatever became of the decode leg: if no engine took the cache, its producer holds it until the lease ends.
-        core.ledger.strand(entry)
+        failure = result if isinstance(result, LegFailure) else None
+        if failure is not None and failure.unreached and held.sent_to is None:
+            run.excluded[Role.DECODE].add(
+                failure.engine
+            )  # another engine may read this KV, if the request is tried again in time
+        else:
+            run.let_go(failure)  # whatever became of the decode leg: nobody else may read this KV now
 
 
 async def _rendezvous(run: RequestRun) -> Outcome | LegFailure:

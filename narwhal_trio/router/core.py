@@ -19,6 +19,7 @@ from narwhal_trio.engines.handoff import rendezvous
 from narwhal_trio.outcomes import Condition, Refusal
 from narwhal_trio.protocol.identity import Authenticator
 from narwhal_trio.router.gauges import samples
+from narwhal_trio.router.release import Releases
 from narwhal_trio.router.sizing import Sizer
 from narwhal_trio.scheduling.admission_policy import AdmissionPolicy, AdmissionSettings
 from narwhal_trio.scheduling.coverage import missing_engines
@@ -132,6 +133,7 @@ class RouterCore:
         self.prefill_queue: FifoQueue[Claim] = FifoQueue()
         self.decode_queue: FifoQueue[Claim] = FifoQueue()
         self.ledger = HandoffLedger()
+        self.releases = Releases(self)
         self.policy = AdmissionPolicy(AdmissionSettings.of(config), self.fleet, self.ledger)
         self.targets = (
             Targets(ttft_s=config.slo.ttft_s, tpot_s=config.slo.tpot_s) if serving.admission == "predictive" else None

@@ -33,6 +33,8 @@ def samples(core: RouterCore) -> Iterator[Sample]:
         "narwhal_queue_high_water": admission.high_water,
         "narwhal_waiting_prefill": len(core.prefill_queue),
         "narwhal_waiting_decode": len(core.decode_queue),
+        "narwhal_kv_handoffs_open": core.ledger.open,
+        "narwhal_kv_releases_running": core.releases.running,
         "narwhal_retry_credits": core.retry_budget.credits,
         "narwhal_retry_credits_spent_total": core.retry_budget.spent,
         "narwhal_router_ready": int(core.arrival_hold() is None and not core.missing_engines()),
@@ -48,7 +50,9 @@ def samples(core: RouterCore) -> Iterator[Sample]:
         for role, seats in ((Role.PREFILL, engine.prefill_seats), (Role.DECODE, engine.decode_seats)):
             yield "narwhal_resident_requests", (engine.id, role.value), float(engine.residents(role))
             yield "narwhal_engine_seats", (engine.id, role.value), float(seats)
-    yield "narwhal_kv_handoffs_open", (), float(core.ledger.open)
+        yield "narwhal_kv_stranded_tokens", (engine.id,), float(core.ledger.stranded_tokens.get(engine.id, 0))
+    for release, count in core.releases.results.items():
+        yield "narwhal_kv_releases_total", (release.value,), float(count)
     for result, closed in core.ledger.closed.items():
         yield "narwhal_kv_handoffs_total", (result.value,), float(closed)
     for state, count in (("in_use", pool.in_use), ("idle", pool.idle)):
@@ -64,6 +68,7 @@ def at_rest_gauges(core: RouterCore) -> dict[str, float]:
         "queued": len(core.admission),
         "waiting_prefill": len(core.prefill_queue),
         "waiting_decode": len(core.decode_queue),
+        "kv_releases": core.releases.running,
         "connections_in_use": core.wire.statistics().in_use,
     }
     for engine in core.fleet:

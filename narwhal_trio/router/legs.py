@@ -9,6 +9,7 @@ import trio
 
 from narwhal_trio.engines.answers import engine_message
 from narwhal_trio.outcomes import Condition, Outcome
+from narwhal_trio.types import Role
 from narwhal_trio.wire.client import ConnectFailed, MalformedResponse, ResponseTooLarge, WireError
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from narwhal_trio.engines.dialect import Leg
     from narwhal_trio.router.request import RequestRun
-    from narwhal_trio.types import EngineId, Phase, Role
+    from narwhal_trio.types import EngineId, Phase
     from narwhal_trio.wire.client import Exchange
 
 __all__ = ["EngineLeg", "LegFailure", "failure_of_response"]
@@ -38,7 +39,8 @@ class LegFailure:
     """Why one leg failed: a value, which the request retries or turns into its outcome.
 
     detail: for journal and log, may hold engine text. message: for the client; "" takes the condition's own.
-    status: the engine's HTTP status if it answered. retry_after: the engine's own, whole seconds, if it sent one.
+    status: the engine's HTTP status if it answered. retry_after: the engine's own, whole seconds, if it sent one. unreached: no connection
+    to the engine was made.
     """
 
     condition: Condition
@@ -50,6 +52,7 @@ class LegFailure:
     status: int | None = None
     transient: bool = False
     retry_after: int | None = None
+    unreached: bool = False
     at: float = attrs.Factory(trio.current_time)
 
     @classmethod
@@ -61,7 +64,14 @@ class LegFailure:
         if isinstance(exc, ConnectFailed):
             # Nothing has run on this engine: the client may safely come back, and is told so.
             return cls(
-                Condition.ENGINE_FAULT, phase, engine, role, str(exc), "the engine cannot be reached", transient=True
+                Condition.ENGINE_FAULT,
+                phase,
+                engine,
+                role,
+                str(exc),
+                "the engine cannot be reached",
+                transient=True,
+                unreached=True,
             )
         return cls(condition, phase, engine, role, f"{type(exc).__name__}: {exc}", transient=True)
 
@@ -149,6 +159,18 @@ class EngineLeg:
         now = trio.current_time()
         run = self._run
         run.core.accounting.leg_ended(run.record, self._role, now - self._started)
+        if self._exchange.timings.sent_at is not None:
+            self._note_sent(now)
         if aborted and run.lifetime.cause is not None:
             # What we publish as cancel-to-engine-close.
             run.core.accounting.engine_closed(run.lifetime.cause, run.phase, now - run.lifetime.caused_at)
+
+    def _note_sent(self, now: float) -> None:
+        """The engine had the whole request: whose KV may it have read, or may it hold now?"""
+        run, core = self._run, self._run.core
+        if self._role is Role.DECODE:
+            if run.held is not None:
+                run.held.sent_to = self.engine
+        elif not self._exchange.complete and not core.dialect.rendezvous:
+            assert run.work is not None
+            core.ledger.suspect(self.engine, run.work.input_tokens, now + core.config.kv_lease_s, now)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from narwhal_trio.core.sink import Headers, Inbound, Sink
     from narwhal_trio.protocol.tokens import TokenLedger
     from narwhal_trio.router.core import RouterCore
+    from narwhal_trio.router.release import HeldHandoff
     from narwhal_trio.scheduling.ledger import HandoffEntry
 
 __all__ = ["RequestRun"]
@@ -70,7 +71,8 @@ class RequestRun:
         """Set once an exact count, asked for because the estimate could not decide, has come or failed."""
         self.excluded: dict[Role, set[EngineId]] = {Role.PREFILL: set(), Role.DECODE: set()}
         self.producer: EngineId | None = None
-        self.handoff_entry: HandoffEntry | None = None
+        self.held: HeldHandoff | None = None
+        """The KV that waits for this request's decode leg, until an engine has taken it or nobody will."""
         self.outcome = Outcome(Condition.HOST_CANCELLED)
         self.answered = False
         """True once the response has been ended, properly or by a cut."""
@@ -213,6 +215,12 @@ class RequestRun:
 
     async def _attempts(self) -> Outcome:
         self.mark("admitted")
+        try:
+            return await self._attempt_until_done()
+        finally:
+            self.let_go()
+
+    async def _attempt_until_done(self) -> Outcome:
         while True:
             result = await run_attempt(self)
             if isinstance(result, Outcome):
@@ -306,8 +314,26 @@ class RequestRun:
 
     def accept_handoff(self) -> None:
         """A decode engine has begun to answer: it has taken the cache."""
-        if self.handoff_entry is not None:
-            self.core.ledger.close(self.handoff_entry, HandoffResult.ACCEPTED)
+        held, self.held = self.held, None
+        if held is not None:
+            self.core.ledger.close(held.entry, HandoffResult.ACCEPTED)
+
+    def let_go(self, failure: LegFailure | None = None) -> None:
+        """No decode engine is going to take the cache that is held for this request, if any. failure: of the decode leg.
+
+        Synchronous; what is left to do for it is the router's work.
+        """
+        held, self.held = self.held, None
+        if held is not None:
+            avoid = set(self.excluded[Role.DECODE])
+            if failure is not None and failure.status is None:  # one that answered, whatever it was, can be asked again
+                avoid.add(failure.engine)
+            self.core.releases.let_go(held, failed=failure is not None, avoid=avoid)
+
+    @property
+    def handoff_entry(self) -> HandoffEntry | None:
+        """The open entry of the KV that this request means to decode."""
+        return None if self.held is None else self.held.entry
 
     def response_headers(self) -> Headers:
         """Headers of every answer on a completion route."""

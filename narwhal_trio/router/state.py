@@ -84,7 +84,12 @@ def state_document(core: RouterCore) -> dict[str, Any]:
             "retry_credits": core.retry_budget.credits,
             "retry_credits_spent": core.retry_budget.spent,
         },
-        "kv_handoffs": {"open": core.ledger.open, **{k.value: n for k, n in core.ledger.closed.items()}},
+        "kv_handoffs": {
+            "open": core.ledger.open,
+            **{k.value: n for k, n in core.ledger.closed.items()},
+            "stranded_tokens": dict(core.ledger.stranded_tokens),
+        },
+        "kv_releases": {"running": core.releases.running, **{k.value: n for k, n in core.releases.results.items()}},
         "deadlines": deadline_table(core),
         "pools": {role.value: [e.id for e in core.fleet if e.role is role] for role in Role},
         "resident": {

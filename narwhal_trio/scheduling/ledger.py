@@ -27,16 +27,23 @@ class HandoffResult(enum.Enum):
 
 @attrs.define(eq=False)
 class HandoffEntry:
-    """One prefill's KV blocks on their producer, `tokens` long, until `lease_until` on trio's clock."""
+    """One prefill's KV blocks on their producer, `tokens` long, until `lease_until` on trio's clock.
+
+    answered: False for blocks of a prefill whose answer nobody has read: it is no hand-off, and is not counted as one.
+    """
 
     producer: EngineId
     tokens: int
     lease_until: float
     result: HandoffResult | None = None
+    answered: bool = True
 
 
 class HandoffLedger:
-    """Open entries, and how many ended in each way. `stranded_tokens` counts open entries that no request wants any more."""
+    """Open entries, and how many ended in each way.
+
+    stranded_tokens: per producer, of open entries that no request wants any more, and of prefills that were ended before their answer.
+    """
 
     def __init__(self) -> None:
         self._by_lease: list[tuple[float, int, HandoffEntry]] = []
@@ -47,20 +54,31 @@ class HandoffLedger:
         self._stranded: set[HandoffEntry] = set()
 
     def open_entry(self, producer: EngineId, tokens: int, lease_until: float, now: float) -> HandoffEntry:
-        self.sweep(now)
         entry = HandoffEntry(producer, tokens, lease_until)
-        self._sequence += 1
-        heapq.heappush(self._by_lease, (lease_until, self._sequence, entry))
+        self._add(entry, now)
         self.open += 1
         return entry
+
+    def suspect(self, producer: EngineId, tokens: int, lease_until: float, now: float) -> None:
+        """A prefill was ended before its answer came. Its producer may have finished it and then holds the blocks, and nobody knows the
+        descriptor: they count as stranded until their lease would have ended."""
+        entry = HandoffEntry(producer, tokens, lease_until, answered=False)
+        self._add(entry, now)
+        self.strand(entry)
+
+    def _add(self, entry: HandoffEntry, now: float) -> None:
+        self.sweep(now)
+        self._sequence += 1
+        heapq.heappush(self._by_lease, (entry.lease_until, self._sequence, entry))
 
     def close(self, entry: HandoffEntry, result: HandoffResult) -> None:
         """Close once; later calls (a lease that ends after acceptance) change nothing."""
         if entry.result is not None:
             return
         entry.result = result
-        self.open -= 1
-        self.closed[result] += 1
+        if entry.answered:
+            self.open -= 1
+            self.closed[result] += 1
         if entry in self._stranded:
             self._stranded.discard(entry)
             left = self.stranded_tokens[entry.producer] - entry.tokens

@@ -84,6 +84,9 @@ class Fleet:
     async def at_rest(self, *, requests: int | None = None) -> None:
         """Assert that nothing of any request is left anywhere: tasks, seats, connections, engines, books, journal."""
         core = self.router.core
+        # What requests left to the router is its own work, named and bounded; it has to be over, too.
+        with trio.fail_after(3):
+            await core.releases.wait_idle()
         # What the router has closed reaches the engines within the network's latency.
         await trio.sleep(0.01)
         books = core.accounting
@@ -94,7 +97,11 @@ class Fleet:
             assert books.offered == requests
         assert self.working() == {}
         names = [task.name for task in running_tasks() - self.tasks_before]
-        left = [name for name in names if name.startswith(("request", "watch", "prefill", "websocket request"))]
+        left = [
+            name
+            for name in names
+            if name.startswith(("request", "watch", "prefill", "websocket request", "kv release"))
+        ]
         assert left == []
         # Hand-offs that nobody took end with their lease, on both sides.
         await trio.sleep(core.config.kv_lease_s + 1)
