@@ -5,6 +5,7 @@ Runs in an environment of its own, which knows nothing of the package under test
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -37,7 +38,7 @@ def attempt(action: Any) -> dict[str, Any]:
 
 def litellm_case(base_url: str, case: str) -> Any:
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
-    import litellm
+    litellm: Any = importlib.import_module("litellm")
 
     litellm.suppress_debug_info = True
     common = {"model": "openai/sim", "api_base": base_url, "api_key": "x", "timeout": 30}
@@ -72,9 +73,9 @@ def litellm_case(base_url: str, case: str) -> Any:
 
 
 def langchain_case(base_url: str, case: str) -> Any:
-    from langchain_openai import ChatOpenAI, OpenAI
+    langchain: Any = importlib.import_module("langchain_openai")
 
-    chat = ChatOpenAI(model="sim", base_url=base_url, api_key="x", timeout=30)
+    chat = langchain.ChatOpenAI(model="sim", base_url=base_url, api_key="x", timeout=30)
 
     def streamed(model: Any = chat) -> str:
         return "".join(part.text if isinstance(part.text, str) else part.text() for part in model.stream("Say hello."))
@@ -88,9 +89,9 @@ def langchain_case(base_url: str, case: str) -> Any:
             "streamed": streamed(),
             "finish": call.response_metadata["finish_reason"],
             "call": call.tool_calls[0],
-            "text": OpenAI(model="sim", base_url=base_url, api_key="x", max_tokens=4).invoke("x"),
+            "text": langchain.OpenAI(model="sim", base_url=base_url, api_key="x", max_tokens=4).invoke("x"),
         }
-    hurried = ChatOpenAI(
+    hurried = langchain.ChatOpenAI(
         model="sim", base_url=base_url, api_key="x", timeout=30, default_headers={"x-request-timeout": "0.3"}
     )
     return {
