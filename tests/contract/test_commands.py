@@ -74,7 +74,7 @@ LONG = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20_000, "
 
 
 def test_serve_answers_and_drains_on_sigterm(tmp_path: Path) -> None:
-    with site(tmp_path, graceful_timeout_s=1) as (process, url):
+    with site(tmp_path, graceful_timeout_s=5) as (process, url):
         assert httpx.post(f"{url}/v1/chat/completions", json=BODY, timeout=30).status_code == 200
         with httpx.stream("POST", f"{url}/v1/chat/completions", json=LONG, timeout=30) as stream:
             lines = stream.iter_lines()

@@ -113,6 +113,8 @@ def distributions() -> Mapping[str, list[str]]:
 def imported(folder: Path) -> Iterator[tuple[str, Path]]:
     """Top-level names of everything that the modules of a folder import from elsewhere."""
     for module in sorted(folder.rglob("*.py")):
+        if any(part.startswith(".") for part in module.relative_to(folder).parts):
+            continue  # environments that other targets have made
         for node in ast.walk(ast.parse(module.read_text())):
             names = []
             if isinstance(node, ast.Import):
