@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 MODEL = "sim"
 CHAT = "/v1/chat/completions"
-ENV = Path(__file__).parent / ".env"
+ENV = Path(__file__).parents[2] / ".clients"
 PYTHON = ENV / "venv" / "bin" / "python"
 NODE_MODULES = ENV / "node" / "node_modules"
 WEATHER: dict[str, Any] = {
