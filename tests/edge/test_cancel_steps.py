@@ -97,9 +97,9 @@ def test_http2(who: str) -> None:
             await client.begin()
             nursery.start_soon(client.run)
             nursery.start_soon(talk)
-            with scope, point.watch(scope.cancel if who == "server" else stream.close_now):
-                with state.connection(server, "127.0.0.1"):
-                    await lane.serve(server, "h2", peer="127.0.0.1")
+            action = scope.cancel if who == "server" else stream.close_now
+            with scope, point.watch(action), state.connection(server, "127.0.0.1"):
+                await lane.serve(server, "h2", peer="127.0.0.1")
             assert server.closed
             assert counters(state) == (0, 0, 0, 0)
         stream.close_now()
