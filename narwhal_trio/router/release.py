@@ -45,11 +45,13 @@ _ANSWER_LIMIT: Final = 65536
 class ReleaseResult(enum.Enum):
     """What became of one attempt to give blocks back.
 
-    RELEASED: a decode engine has told the producer. UNSUPPORTED: nothing is known to work safely with this engine. FAILED: no engine, no
-    answer in time, or another answer than the one that means yes. DROPPED: too many at once.
+    RELEASED: a decode engine has told the producer. UNCONFIRMED: it will, but has yet to connect to this producer, and sends what it has to
+    say in its next step, which an idle engine has none of. UNSUPPORTED: nothing is known to work safely with this engine. FAILED: no
+    engine, no answer in time, or another answer than the one that means yes. DROPPED: too many at once.
     """
 
     RELEASED = "released"
+    UNCONFIRMED = "unconfirmed"
     UNSUPPORTED = "unsupported"
     FAILED = "failed"
     DROPPED = "dropped"
@@ -78,6 +80,8 @@ class Releases:
         self._slots = trio.CapacityLimiter(_AT_ONCE)
         self._asking: dict[EngineId, trio.Lock] = {}
         self._versions: dict[EngineId, tuple[bool, float]] = {}
+        # Who has read from whom, by the engine id that the producer had then: each life of an engine has another.
+        self._met: dict[tuple[EngineId, EngineId], str] = {}
         self._idle = trio.Event()
         self._idle.set()
         self.running = 0
@@ -97,6 +101,13 @@ class Releases:
         while self.running:
             await self._idle.wait()
 
+    def met(self, held: HeldHandoff, consumer: EngineId) -> None:
+        """This decode engine has read KV of that producer, so that they are connected."""
+        self._met[held.entry.producer, consumer] = held.descriptor.engine
+
+    def _have_met(self, held: HeldHandoff, consumer: EngineId) -> bool:
+        return self._met.get((held.entry.producer, consumer)) == held.descriptor.engine
+
     def let_go(self, held: HeldHandoff, *, failed: bool = False, avoid: AbstractSet[EngineId] = frozenset()) -> None:
         """Nobody will decode this any more. Synchronous: also for a request that is being cancelled.
 
@@ -110,7 +121,7 @@ class Releases:
         aborted = held.sent_to if not failed else None
         if aborted is not None and self._known(aborted):
             # Measured at any instant after the request was sent: an engine whose connection closes tells the producer by itself.
-            self._count(held, ReleaseResult.RELEASED)
+            self._count(held, self._told(held, aborted))
             return
         if self._nursery is None:
             return
@@ -157,27 +168,34 @@ class Releases:
         if not await self._supports(consumer):
             return ReleaseResult.UNSUPPORTED, f"{consumer} is not known to tell a producer of a request that it refuses"
         if aborted is not None:
-            return ReleaseResult.RELEASED, ""
+            return self._told(held, aborted), f"{aborted} has yet to connect to the producer"
         if held.entry.lease_until <= trio.current_time():
             return ReleaseResult.FAILED, "the lease is over"
         leg = core.dialect.release_leg(held.descriptor)
         assert leg is not None, "a dialect that knows versions knows how"
         # On the data connections: it takes the place of the decode leg that this request did not come to.
-        async with core.wire.exchange(
-            core.heads[consumer], b"POST", leg.path.encode(), leg.headers, leg.body
-        ) as exchange:
+        head = core.heads[consumer]
+        async with core.wire.exchange(head, b"POST", leg.path.encode(), leg.headers, leg.body) as exchange:
             body = await exchange.read_all(_ANSWER_LIMIT)
             if core.dialect.released(exchange.status, body):
-                return ReleaseResult.RELEASED, ""
+                result = self._told(held, consumer)
+                self.met(held, consumer)
+                return result, f"{consumer} has yet to connect to the producer"
             return ReleaseResult.FAILED, f"{consumer} answered {exchange.status}"
 
     def _consumer(self, held: HeldHandoff, avoid: AbstractSet[EngineId]) -> EngineId | None:
-        """The decode engine with the least to do. A router that may start no legs asks nobody."""
+        """The decode engine that knows the producer and has the least to do. A router that may start no legs asks nobody."""
         core = self._core
         if core.hold(Role.DECODE) is not None:
             return None
         live = [engine for engine in core.fleet.live(Role.DECODE) if engine.id != held.entry.producer]
-        return min(live, key=lambda engine: (engine.id in avoid, len(engine.decodes), engine.id)).id if live else None
+        if not live:
+            return None
+        cost = [(e.id in avoid, not self._have_met(held, e.id), len(e.decodes), e.id) for e in live]
+        return min(cost)[-1]
+
+    def _told(self, held: HeldHandoff, consumer: EngineId) -> ReleaseResult:
+        return ReleaseResult.RELEASED if self._have_met(held, consumer) else ReleaseResult.UNCONFIRMED
 
     # -- which engines it works with
 

@@ -317,6 +317,8 @@ class RequestRun:
         held, self.held = self.held, None
         if held is not None:
             self.core.ledger.close(held.entry, HandoffResult.ACCEPTED)
+            assert self.record.decode_iid is not None
+            self.core.releases.met(held, EngineId(self.record.decode_iid))
 
     def let_go(self, failure: LegFailure | None = None) -> None:
         """No decode engine is going to take the cache that is held for this request, if any. failure: of the decode leg.

@@ -107,6 +107,7 @@ def _placed(run: RequestRun, role: Role) -> Engine | None:
             exclude=run.excluded[role],
             producer=run.producer,
             targets=run.core.targets,
+            stranded=run.core.ledger.stranded_tokens,
         )
     except NoEngine as exc:
         raise Refusal(Condition.NO_ENGINE, "no engine is available for this request", detail=str(exc)) from None

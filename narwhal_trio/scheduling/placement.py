@@ -11,7 +11,7 @@ from narwhal_trio.scheduling.capacity import decode_overload
 from narwhal_trio.types import EngineId, Role
 
 if TYPE_CHECKING:
-    from collections.abc import Set as AbstractSet
+    from collections.abc import Mapping, Set as AbstractSet
 
     from narwhal_trio.scheduling.fleet import Engine, Fleet, Work
 
@@ -54,13 +54,15 @@ def place(
     producer: EngineId | None = None,
     targets: Targets | None = None,
     other_roles: bool = False,
+    stranded: Mapping[EngineId, int] | None = None,
 ) -> Placement | None:
     """Choose the engine with the least resident work; None if every candidate's seats are taken.
 
     Cost pairs (the reference's K.3): a prefill prefers engines without resident decode tokens, then the shortest prefill backlog; a
     decode prefers engines without resident prefills, then the fewest KV tokens held, or with `targets` the most room under the TPOT
     target. Profiles count only if every candidate has one. Engines that meet the target come before those that don't; ties go to the
-    smaller id. A decode avoids the engine that prefilled it if another can take it.
+    smaller id. A decode avoids the engine that prefilled it if another can take it. A prefill avoids engines whose KV memory cannot hold
+    it beside what is `stranded` there (tokens that nobody will decode, per engine), where a profile says how much they have.
 
     other_roles: where no engine of this role is left, take an unpinned one of the other. Raises `NoEngine` if waiting cannot help.
     """
@@ -75,13 +77,24 @@ def place(
     profiled = all(engine.profile is not None for engine in pool)
     cost_of = _prefill_cost if role is Role.PREFILL else _decode_cost
     best: Placement | None = None
+    best_order: tuple[bool, bool, tuple[float, float], EngineId] | None = None
     for engine in pool:
         if not engine.has_seat(role):
             continue
         cost, meets = cost_of(engine, work, targets, profiled=profiled)
-        if best is None or (not meets, cost, engine.id) < (not best.meets_targets, best.cost, best.engine.id):
-            best = Placement(engine, cost, meets)
+        crowded = role is Role.PREFILL and _crowded(engine, work, stranded)
+        order = (crowded, not meets, cost, engine.id)
+        if best_order is None or order < best_order:
+            best, best_order = Placement(engine, cost, meets), order
     return best
+
+
+def _crowded(engine: Engine, work: Work, stranded: Mapping[EngineId, int] | None) -> bool:
+    """Whether a prompt would have to wait there until a lease ends."""
+    lost = stranded.get(engine.id, 0) if stranded else 0
+    if not lost or engine.profile is None or engine.profile.kv_capacity_tokens is None:
+        return False
+    return lost + engine.prefill_tokens + engine.decode_tokens + work.input_tokens > engine.profile.kv_capacity_tokens
 
 
 _Cost = tuple[tuple[float, float], bool]

@@ -171,6 +171,24 @@ def test_a_held_engine_takes_nothing() -> None:
     assert (caught.value.role, caught.value.excluded) == (Role.PREFILL, False)
 
 
+def test_a_prefill_avoids_memory_that_is_full_of_what_nobody_will_decode() -> None:
+    fleet = fleet_of("p0", "p1", "d0", profile=attrs.evolve(PROFILE, kv_capacity_tokens=1000))
+    stranded = {EngineId("p0"): 901}
+    assert chosen(fleet, Role.PREFILL, stranded=stranded) == "p1"
+    assert chosen(fleet, Role.PREFILL, tokens=99, stranded=stranded) == "p0", "it fits beside it"
+    load(fleet, "p1", Role.PREFILL, 100)
+    assert chosen(fleet, Role.PREFILL, stranded=stranded) == "p1", "a backlog is shorter than a lease"
+    assert chosen(fleet, Role.PREFILL, stranded={"p0": 901, "p1": 901}) == "p0", "full engines are better than none"
+    assert chosen(fleet, Role.PREFILL, stranded=stranded, exclude={"p1"}) == "p0"
+    assert chosen(fleet, Role.PREFILL, stranded={}) == chosen(fleet, Role.PREFILL) == "p0"
+
+
+def test_without_a_known_capacity_nothing_is_full() -> None:
+    fleet = fleet_of("p0", "p1", profile=PROFILE)
+    assert chosen(fleet, Role.PREFILL, stranded={EngineId("p0"): 10**9}) == "p0"
+    assert chosen(fleet_of("p0", "p1"), Role.PREFILL, stranded={EngineId("p0"): 10**9}) == "p0"
+
+
 def test_failed_engines_are_excluded() -> None:
     fleet = fleet_of("p0", "p1")
     assert chosen(fleet, Role.PREFILL, exclude={EngineId("p0")}) == "p1"
