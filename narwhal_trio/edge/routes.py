@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import msgspec
 
 from narwhal_trio.edge.admin import AdminRoutes, cross_site
+from narwhal_trio.edge.cors import Cors
 from narwhal_trio.edge.websocket import EventsSession, StreamSession, serve_websocket
 from narwhal_trio.observe import metrics
 from narwhal_trio.outcomes import Refusal
@@ -49,6 +50,7 @@ class Application:
     def __init__(self, core: RouterCore, control: ControlPlane, *, admin_key: str = "") -> None:
         self.core = core
         self._admin_key = admin_key
+        self._cors = Cors(core.config.server.cors_origins)
         self._operate = AdminRoutes(control)
         self._created = int(time.time())  # wall clock on purpose: `created` is a date for people
         self._pages: dict[str, Callable[[], Answer]] = {
@@ -62,9 +64,13 @@ class Application:
         }
 
     async def __call__(self, inbound: Inbound, sink: Sink) -> None:
+        cors = self._cors.headers(inbound)
+        if cors and inbound.method == "OPTIONS":
+            await sink.respond(204, [*cors, *Cors.preflight(inbound)], b"")
+            return
         endpoint = _COMPLETIONS.get(inbound.path)
         if endpoint is not None and inbound.method == "POST":
-            await RequestRun(self.core, endpoint, inbound, sink).run()
+            await RequestRun(self.core, endpoint, inbound, sink, extra_headers=cors).run()
             return
         session = self._socket_session(inbound)
         if session is not None:
@@ -77,7 +83,8 @@ class Application:
                 return
         else:
             answer = self._answer(inbound)
-        await sink.respond(*answer)
+        status, headers, body = answer
+        await sink.respond(status, [*headers, *cors], body)
 
     def _socket_session(self, inbound: Inbound) -> tuple[Detachable, StreamSession | EventsSession] | None:
         """The session of an acceptable WebSocket upgrade; None for everything that gets an ordinary answer."""

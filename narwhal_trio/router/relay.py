@@ -15,6 +15,7 @@ from narwhal_trio.engines.dialect import Accounting
 from narwhal_trio.outcomes import Condition, Outcome
 from narwhal_trio.protocol.relay import AssemblyFold, FoldRules, RelayFold
 from narwhal_trio.router.ending import server_timing
+from narwhal_trio.router.keepalive import STREAM_HEADERS
 from narwhal_trio.router.legs import EngineLeg, LegFailure, failure_of_response
 from narwhal_trio.types import Phase, Role
 from narwhal_trio.wire.client import WireError
@@ -37,12 +38,6 @@ _GAP_SLACK = 1.0625
 """How much later than its bound silence may be noticed, so that the deadline need not be moved at each read."""
 _SLOW_CLIENT_S = 0.001
 """A write that takes longer has kept the router from reading its engine."""
-
-STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
 
 
 class _Wait(enum.Enum):
@@ -164,7 +159,7 @@ class _Relay:
     def _write_nowait(self, out: bytes) -> bool:
         """The usual case: the response has begun and the client takes everything at once. False: `_write` has to finish the job."""
         sink = self.run.sink
-        if not sink.committed:
+        if not self.run.output_sent:
             return False
         try:
             if sink.write_nowait(out):
@@ -179,6 +174,10 @@ class _Relay:
         self.waiting = _Wait.CLIENT
         self.timer.deadline = trio.current_time() + self.write_s
         try:
+            if not run.output_sent:
+                run.output_sent = True
+                if run.keepalive is not None:
+                    await run.keepalive.stop()
             if not sink.committed:
                 run.streaming = True
                 await sink.start(200, [*STREAM_HEADERS, *run.response_headers(), *server_timing(run.record)])

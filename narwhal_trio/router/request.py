@@ -24,6 +24,7 @@ from narwhal_trio.protocol.deadline import Deadline, parse_deadline
 from narwhal_trio.protocol.request import SIZED_REFUSALS, CompletionRequest, client_rid, parse_request
 from narwhal_trio.router.attempt import LegFailure, run_attempt
 from narwhal_trio.router.ending import aborted, conclude, settle
+from narwhal_trio.router.keepalive import KeepAlive
 from narwhal_trio.router.seats import admission_seat
 from narwhal_trio.scheduling.fleet import Work
 from narwhal_trio.scheduling.ledger import HandoffResult
@@ -48,9 +49,19 @@ class RequestRun:
     """The running state of one request. Created at arrival; nothing of it outlives `run`."""
 
     def __init__(
-        self, core: RouterCore, endpoint: Endpoint, inbound: Inbound, sink: Sink, *, client: str | None = None
+        self,
+        core: RouterCore,
+        endpoint: Endpoint,
+        inbound: Inbound,
+        sink: Sink,
+        *,
+        client: str | None = None,
+        extra_headers: Headers | None = None,
     ) -> None:
-        """client: the client's name where the caller vouches for it (a host program does); None asks for credentials."""
+        """client: the client's name where the caller vouches for it (a host program does); None asks for credentials.
+
+        extra_headers: the edge's own, on every answer.
+        """
         self.core = core
         self.endpoint = endpoint
         self.inbound = inbound
@@ -76,6 +87,9 @@ class RequestRun:
         self.outcome = Outcome(Condition.HOST_CANCELLED)
         self.answered = False
         """True once the response has been ended, properly or by a cut."""
+        self.keepalive: KeepAlive | None = None
+        self.output_sent = False
+        """True once the client may have seen output: from then on no attempt can be made again."""
         self.streaming = False
         """True once the response that has begun is an event stream."""
         self.abort_note = ""
@@ -83,6 +97,7 @@ class RequestRun:
         limits = core.config.serving
         self.retained = False
         self._client = client
+        self._extra_headers = extra_headers or []
         self.ledgers: list[TokenLedger] = []
         self._bad_deadline: Refusal | None = None
         try:
@@ -136,6 +151,10 @@ class RequestRun:
             self._gate()
             body = await self._read_body()
             self._interpret(body)
+            interval_s = self.core.config.server.keepalive_comment_s
+            if interval_s and self.request is not None and self.request.stream:
+                self.keepalive = KeepAlive(self, interval_s)
+                nursery.start_soon(self.keepalive.run, name=f"keep-alive {self.rid}")
             if self.core.sizer.wanted(self):
                 self.sized = trio.Event()
                 nursery.start_soon(self._size, name=f"size {self.rid}")
@@ -243,7 +262,7 @@ class RequestRun:
     def _retry_verdict(self, failure: LegFailure) -> tuple[RetryVerdict, float]:
         """Whether the failed attempt may be repeated, and after how many seconds. Reserves the retry's credit if so."""
         policy = self.core.retry_policy
-        if self.sink.committed:
+        if self.output_sent:
             return RetryVerdict.OUTPUT_STARTED, 0.0
         if self.record.attempts >= policy.max_attempts:
             return RetryVerdict.ATTEMPT_LIMIT, 0.0
@@ -285,7 +304,7 @@ class RequestRun:
                 error_message=failure.detail,
                 status=failure.status,
                 transient=failure.transient,
-                output_started=self.sink.committed,
+                output_started=self.output_sent,
                 retry_scheduled=retried,
                 backoff_s=backoff_s if retried else None,
                 retry_reason=verdict.value,
@@ -339,7 +358,7 @@ class RequestRun:
 
     def response_headers(self) -> Headers:
         """Headers of every answer on a completion route."""
-        return [(b"x-request-id", self.rid.encode())]
+        return [(b"x-request-id", self.rid.encode()), *self._extra_headers]
 
     def mark(self, milestone: str) -> None:
         """Note an instant of the timeline; a later attempt overwrites an earlier one."""
