@@ -14,6 +14,7 @@ import structlog
 import trio
 
 from narwhal_trio.control.probes import ProbeResult
+from narwhal_trio.observe.log import traceback_of
 from narwhal_trio.scheduling.coverage import covered
 from narwhal_trio.scheduling.fleet import Hold
 
@@ -94,7 +95,7 @@ class Liveness:
             self.probed[engine.id, "health", probe.result.value] += 1
             self._apply(engine, watch, probe)
         except Exception as exc:
-            log.exception("health check ended by a fault of ours", engine=engine.id)
+            log.error("health check ended by a fault of ours", engine=engine.id, traceback=traceback_of(exc))
             self.failure = exc
         finally:
             watch.asking = False

@@ -19,6 +19,7 @@ from narwhal_trio.edge.body import BodyCollector
 from narwhal_trio.edge.contain import EdgeSink, run_app
 from narwhal_trio.edge.errors import edge_error, not_ready
 from narwhal_trio.edge.settings import EdgeSettings, EdgeState
+from narwhal_trio.observe.log import traceback_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, MutableMapping
@@ -70,9 +71,9 @@ class AsgiApp:
         if kind == "http":
             try:
                 await self._http(scope, receive, send)
-            except Exception:
+            except Exception as exc:
                 # What the application does wrong is contained below; this is ours, and some servers would swallow it.
-                log.exception("the ASGI adapter failed", path=scope.get("path"))
+                log.error("the ASGI adapter failed", path=scope.get("path"), traceback=traceback_of(exc))
                 raise
         elif kind == "lifespan":
             await self._live(receive, send)
@@ -121,7 +122,7 @@ class AsgiApp:
         except Exception as exc:
             # Servers go on serving without the background tasks of a lifespan that has failed; with no application they get 503s.
             self._app = None
-            log.exception("the application's lifespan failed")
+            log.error("the application's lifespan failed", traceback=traceback_of(exc))
             if not started:
                 await send({"type": "lifespan.startup.failed", "message": str(exc)})
                 return

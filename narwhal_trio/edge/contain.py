@@ -9,6 +9,7 @@ import trio
 
 from narwhal_trio.core.sink import BodyFault, BodyTooLarge, Sink
 from narwhal_trio.edge.errors import edge_error
+from narwhal_trio.observe.log import traceback_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -106,7 +107,7 @@ def _judge(
 
 def _fault(state: EdgeState, inbound: Inbound, event: str, exc: BaseException | None = None) -> None:
     state.faults += 1
-    log.error(event, method=inbound.method, path=inbound.path, peer=inbound.peer, exc_info=exc)
+    log.error(event, method=inbound.method, path=inbound.path, peer=inbound.peer, traceback=traceback_of(exc))
 
 
 def _leaves(exc: BaseException) -> Iterator[BaseException]:

@@ -11,6 +11,8 @@ import attrs
 import structlog
 import trio
 
+from narwhal_trio.observe.log import traceback_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -166,7 +168,9 @@ class EdgeState:
         if now >= self._quiet_until:
             # One a second: whoever found the bytes that cause this can send them again and again.
             self._quiet_until = now + 1.0
-            log.error("connection ended by a fault of ours", peer=peer, faults=self.faults, exc_info=group)
+            log.error(
+                "connection ended by a fault of ours", peer=peer, faults=self.faults, traceback=traceback_of(group)
+            )
 
     def became_idle(self, scope: trio.CancelScope) -> None:
         """The connection that waits in `scope` may be ended by cancelling it."""

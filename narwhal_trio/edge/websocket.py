@@ -14,6 +14,7 @@ import trio
 from trio_websocket import ConnectionClosed, HandshakeError, WebSocketConnection, wrap_server_stream
 
 from narwhal_trio.edge.memory import MemoryInbound, MemorySink
+from narwhal_trio.observe.log import traceback_of
 from narwhal_trio.outcomes import Refusal
 from narwhal_trio.protocol.deadline import check_timeout
 from narwhal_trio.protocol.sse import SseParser
@@ -57,8 +58,8 @@ async def serve_websocket(
                 return  # trio-websocket has answered; nothing else was promised
             try:
                 await session(socket, stream)
-            except Exception:
-                log.exception("a WebSocket ended by a fault of ours")
+            except Exception as exc:
+                log.error("a WebSocket ended by a fault of ours", traceback=traceback_of(exc))
                 with trio.move_on_after(_FAREWELL_S):
                     await socket.aclose(_FAULT, "internal error")
             nursery.cancel_scope.cancel()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from structlog.typing import EventDict, ExcInfo, Processor, WrappedLogger
 
-__all__ = ["LEVELS", "RateLimited", "bound_request", "configure", "printable"]
+__all__ = ["LEVELS", "RateLimited", "bound_request", "configure", "printable", "traceback_of"]
 
 LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 
@@ -124,6 +124,11 @@ def _terminal_renderer(*, colours: bool) -> structlog.dev.ConsoleRenderer:
 
 def _traceback(out: TextIO, exc_info: ExcInfo) -> None:
     out.writelines(f"\n{printable(line)}" for line in "".join(traceback.format_exception(*exc_info)).splitlines())
+
+
+def traceback_of(exc: BaseException | None) -> str | None:
+    """The traceback as text, for a log field. Unlike `exc_info`, no renderer can add local variables, which hold clients' headers."""
+    return None if exc is None else "".join(traceback.format_exception(exc))
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ import trio
 
 from narwhal_trio.core.lifetime import Lifetime
 from narwhal_trio.core.sink import BodyFault, BodyTooLarge
+from narwhal_trio.observe.log import traceback_of
 from narwhal_trio.observe.record import AttemptFailure, Record
 from narwhal_trio.outcomes import Condition, Outcome, Refusal
 from narwhal_trio.protocol.deadline import Deadline, parse_deadline
@@ -135,8 +136,8 @@ class RequestRun:
                 decided = Outcome(Condition.COMPLETED, phase=Phase.STREAM) if self.answered else aborted(self, cause)
             self.outcome = decided
             await conclude(self, decided)
-        except Exception:
-            log.exception("request failed by a fault of ours", rid=self.rid)
+        except Exception as exc:
+            log.error("request failed by a fault of ours", rid=self.rid, traceback=traceback_of(exc))
             self.outcome = Outcome(Condition.INTERNAL, "internal error", phase=self.phase)
             await conclude(self, self.outcome)
         finally:
