@@ -159,14 +159,14 @@ class EngineLeg:
         now = trio.current_time()
         run = self._run
         run.core.accounting.leg_ended(run.record, self._role, now - self._started)
-        if self._exchange.timings.sent_at is not None:
+        if self._exchange.resent or self._exchange.timings.sent_at is not None:
             self._note_sent(now)
         if aborted and run.lifetime.cause is not None:
             # What we publish as cancel-to-engine-close.
             run.core.accounting.engine_closed(run.lifetime.cause, run.phase, now - run.lifetime.caused_at)
 
     def _note_sent(self, now: float) -> None:
-        """The engine had the whole request: whose KV may it have read, or may it hold now?"""
+        """The engine may have had the whole request: whose KV may it have read, or may it hold now?"""
         run, core = self._run, self._run.core
         if self._role is Role.DECODE:
             if run.held is not None:

@@ -184,7 +184,7 @@ class Releases:
             return ReleaseResult.FAILED, f"{consumer} answered {exchange.status}"
 
     def _consumer(self, held: HeldHandoff, avoid: AbstractSet[EngineId]) -> EngineId | None:
-        """The decode engine that knows the producer and has the least to do. A router that may start no legs asks nobody."""
+        """The decode engine that knows the producer and has the least to do. While no decode leg may start, none is asked."""
         core = self._core
         if core.hold(Role.DECODE) is not None:
             return None

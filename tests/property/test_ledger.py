@@ -24,6 +24,13 @@ class Handoffs(RuleBasedStateMachine):
         self.all: list[HandoffEntry] = []
         self.results: dict[int, HandoffResult] = {}
         self.stranded: set[int] = set()
+        self.suspects: list[tuple[EngineId, int, float]] = []
+
+    @rule(producer=st.sampled_from(PRODUCERS), tokens=st.integers(1, 1000), lease=st.integers(0, 30))
+    def suspect(self, producer: EngineId, tokens: int, lease: int) -> None:
+        self.ledger.suspect(producer, tokens, self.now + lease, self.now)
+        self._expire()
+        self.suspects.append((producer, tokens, self.now + lease))
 
     @rule(target=entries, producer=st.sampled_from(PRODUCERS), tokens=st.integers(1, 1000), lease=st.integers(0, 30))
     def open(self, producer: EngineId, tokens: int, lease: int) -> HandoffEntry:
@@ -54,6 +61,7 @@ class Handoffs(RuleBasedStateMachine):
         for entry in self.all:
             if entry.lease_until <= self.now:
                 self.results.setdefault(id(entry), HandoffResult.LEASE_EXPIRED)
+        self.suspects = [found for found in self.suspects if found[2] > self.now]
 
     @invariant()
     def counts_are_those_of_the_entries(self) -> None:
@@ -66,6 +74,8 @@ class Handoffs(RuleBasedStateMachine):
         for entry in self.all:
             if id(entry) in self.stranded and entry.result is None:
                 stranded[entry.producer] += entry.tokens
+        for producer, tokens, _ in self.suspects:
+            stranded[producer] += tokens
         assert self.ledger.stranded_tokens == dict(stranded)
 
     def teardown(self) -> None:

@@ -68,8 +68,9 @@ class Fleet:
         return [row for row in rows if "terminal" in row]
 
     def legs(self, engine: str) -> list[Any]:
-        """Completion requests that an engine has seen, oldest first."""
-        return [r for r in self.engines[engine].state().requests if r.path in (CHAT, COMPLETIONS)]
+        """Legs of clients' requests that an engine has seen, oldest first."""
+        seen = [r for r in self.engines[engine].state().requests if r.path in (CHAT, COMPLETIONS)]
+        return [r for r in seen if not (r.header("x-request-id") or "").endswith("-release")]
 
     def working(self) -> dict[str, int]:
         """Engines that work for somebody, and on how many requests."""

@@ -180,6 +180,51 @@ def test_a_foreign_handoff_is_refused() -> None:
     assert b'"kv_transfer_params":{"remote_engine_id":"E"}' in later.body
 
 
+def test_a_release_names_the_hand_off_and_a_model_that_no_engine_has() -> None:
+    params = b'{"do_remote_prefill":true,"remote_engine_id":"e","remote_block_ids":[[1]]}'
+    leg = VLLM.release_leg(Handoff(params, RID, 1.0, "e", 1))
+    assert leg is not None
+    assert (leg.path, leg.headers) == ("/v1/completions", [(b"x-request-id", f"{RID}-release".encode())])
+    body = json.loads(leg.body)
+    assert params in leg.body
+    assert body["model"] not in ("m", "tiny", "")
+    assert body["max_tokens"] == 1
+    assert body["prompt"], "an empty prompt is refused too early for the producer to be told"
+    refusal = json.dumps({"error": {"message": f"The model `{body['model']}` does not exist.", "code": 404}}).encode()
+    assert VLLM.released(404, refusal)
+    assert not VLLM.released(404, b'{"detail":"Not Found"}')
+    assert not VLLM.released(503, refusal)
+    assert not VLLM.released(200, refusal)
+
+
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [
+        ('{"version":"0.32.0"}', True),
+        ('{"version":"0.32.0+cpu"}', True),
+        ('{"version":"0.100.1rc2.dev3+g0123abc","other":1}', True),
+        ('{"version":"1.0"}', True),
+        ('{"version":"0.31.9"}', False),
+        ('{"version":"0.9.2"}', False),
+        ('{"version":"0"}', False),
+        ('{"version":"v0.32.0"}', False),
+        ('{"version":"dev"}', False),
+        ('{"version":""}', False),
+        pytest.param('{"version":"%s.1"}' % ("9" * 5000), False, id="long"),
+        ('{"version":33}', False),
+        ('{"version":null}', False),
+        ('{"detail":"Not Found"}', False),
+        ("0.33.0", False),
+        ('"0.33.0"', False),
+        pytest.param("[" * 100_000, False, id="deep"),
+        ('{"version":"\xff"}', False),
+        ("", False),
+    ],
+)
+def test_releases_are_for_versions_of_which_they_are_known_to_be_safe(version: str, known: bool) -> None:
+    assert VLLM.can_release(version.encode("latin-1")) is known
+
+
 def test_echo_that_vllm_leaves_out() -> None:
     assert VLLM.missing_echo(parse({"prompt": 'a"\u00e9', "echo": True})) == 'a"\u00e9'
     assert VLLM.missing_echo(parse({"prompt": ["ab"], "echo": True})) == "ab"

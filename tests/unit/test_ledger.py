@@ -71,3 +71,13 @@ def test_a_lease_of_no_length_is_over_at_once() -> None:
     ledger.sweep(5.0)
     assert counts(ledger) == (0, 0, 0, 1)
     assert ledger.stranded_tokens == {}
+
+
+def test_a_prefill_without_an_answer_is_stranded_for_a_lease_and_no_hand_off() -> None:
+    ledger = HandoffLedger()
+    ledger.suspect(P0, 100, lease_until=30.0, now=0.0)
+    assert ledger.stranded_tokens == {P0: 100}
+    assert counts(ledger) == (0, 0, 0, 0)
+    ledger.sweep(30.0)
+    assert ledger.stranded_tokens == {}
+    assert counts(ledger) == (0, 0, 0, 0)
