@@ -137,7 +137,10 @@ class ScriptedEngine:
         while True:
             event = conn.next_event()
             if event is h11.NEED_DATA:
-                conn.receive_data(bytes(await stream.receive_some()))
+                data = bytes(await stream.receive_some())
+                if not data:
+                    return False  # between requests, or in the middle of one
+                conn.receive_data(data)
             elif isinstance(event, h11.Request):
                 request = event
             elif isinstance(event, h11.Data):

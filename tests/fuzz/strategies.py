@@ -80,13 +80,19 @@ FIELDS = [
 
 @attrs.frozen
 class ClientRequest:
-    """One request: path, body bytes as they are sent, extra headers, framing and how the body is cut."""
+    """One request: path, body bytes as they are sent, extra headers, framing and how the body is cut.
+
+    leaves_after: the client hangs up once it has read so many bytes; None reads to the end. raw: the whole request as bytes, head and
+    all, which need not be HTTP; the other members then say what it was before it was damaged.
+    """
 
     path: str
     body: bytes
     headers: tuple[tuple[str, str], ...] = ()
     chunked: bool = False
     piece: int | None = None
+    leaves_after: int | None = None
+    raw: bytes = b""
 
 
 def _body(base: list[tuple[str, str]], extra: list[tuple[str, str]], order: int) -> bytes:
@@ -216,7 +222,13 @@ def client_requests(draw: st.DrawFn) -> ClientRequest:
     elif oddity == "rid":
         headers.append(("x-request-id", draw(st.sampled_from(["mine", "x" * 300, "\xe9", "a b", ""]))))
     piece = draw(st.sampled_from([None, None, None, 1, 7])) if len(body) < 300 else None
-    return ClientRequest(path, body, tuple(headers), draw(st.booleans()), piece)
+    leaves = draw(st.sampled_from([None] * 12 + [0, 1, 100, 400]))
+    raw = b""
+    if draw(st.integers(0, 11)) == 5:
+        fields = "".join(f"{name}: {value}\r\n" for name, value in headers)
+        head = f"POST {path} HTTP/1.1\r\nhost: a\r\n{fields}content-length: {len(body)}\r\n\r\n"
+        raw = draw(mutated(head.encode("latin-1") + body, 3))
+    return ClientRequest(path, body, tuple(headers), draw(st.booleans()), piece, leaves, raw)
 
 
 # Engines
