@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 PEERS = HERE.parents[1] / ".peers"
 MODEL = "stress"
-DEFAULTS = ["--concurrency", "2000", "--requests", "6000", "--ramp", "8", "--plain", "100", "--settle", "20"]
+DEFAULTS = ["--concurrency", "2000", "--requests", "6000", "--ramp", "12", "--plain", "100", "--settle", "20"]
 END_S = 10.0
 
 

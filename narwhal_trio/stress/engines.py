@@ -146,9 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_pace_arguments(parser)
     args = parser.parse_args(argv)
     raise_file_limit()
-    # A full collection over tens of thousands of records would stop all streams for as long.
-    gc.set_threshold(100_000, 50, 1000)
-    gc.freeze()
+    # A collection over tens of thousands of records stops all streams for as long; the log, which is kept on purpose, is what grows here.
+    gc.disable()
     try:
         trio.run(lambda: run_engines(args.engines, args.model, pace_of(args), step=args.step, until_eof=args.until_eof))
     except OSError as exc:
