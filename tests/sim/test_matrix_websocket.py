@@ -18,7 +18,6 @@ from tests.sim.fleet import CHAT, COMPLETIONS, ROUTER, chat, fleet
 from tests.sim.phases import FAST, PHASES
 from tests.sim.test_matrix import AT, FREE_WITHIN, sections
 
-
 # An assembled answer is handed to the socket whole, so that the request has ended before its frame can be blocked.
 CELLS = [(phase, stream) for phase in PHASES for stream in (True, False) if (phase, stream) != ("write", False)]
 
