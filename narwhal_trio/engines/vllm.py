@@ -58,8 +58,8 @@ _RELEASE_MODEL: Final = b"narwhal-trio.kv-release"
 producer, which frees the blocks at once: no KV is read, nothing is generated."""
 
 _RELEASES_SINCE: Final = (0, 32)
-"""The first version on which this was measured. Versions since 0.21 do the same, but a decode engine that could not reach the producer then
-died of it in some of them."""
+"""The version on which this was measured. Some before it do the same, but a decode engine that could not reach the producer died of it;
+older ones tell nobody."""
 
 _NUMBERS: Final = re.compile(r"(\d{1,4})\.(\d{1,4})")
 

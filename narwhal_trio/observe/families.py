@@ -82,7 +82,7 @@ _ATTEMPTS: Final = (
     _gauge("engine_legs_open", "Engine legs that are working for a request now."),
     _counter("settled_with_open_legs", "Requests that counted as ended while an engine leg was open; must stay 0."),
     _gauge("kv_handoffs_open", "KV hand-offs that a prefill engine still holds blocks for."),
-    _gauge("kv_stranded_tokens", "Tokens in KV hand-offs that no request wants any more.", "iid"),
+    _gauge("kv_stranded_tokens", "Tokens whose KV an engine holds, or may hold, for no request any more.", "iid"),
     _counter("kv_handoffs", "KV hand-offs by what became of their blocks.", "result"),
     _gauge("kv_releases_running", "Attempts to give KV blocks back, made by the router itself after a request's end."),
     _counter("kv_releases", "Attempts to give KV blocks back by what came of them.", "result"),
