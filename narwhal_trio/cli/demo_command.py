@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from narwhal_trio.api import open_router
-from narwhal_trio.config import RouterConfig, parse_config
+from narwhal_trio.config import ConfigError, RouterConfig, parse_config
 from narwhal_trio.engine_sim import EngineConfig, MemoryFabric, SimEngine
 from narwhal_trio.observe import log as logging
 from narwhal_trio.protocol.sse import SseParser
@@ -56,12 +57,25 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     logging.configure("error")
+    code = 1
     try:
-        return trio.run(_demo, args.bind, args.once)
-    except OSError as exc:
-        hint = " (choose another with --bind HOST:PORT)" if "cannot listen" in str(exc) else ""
-        print(f"narwhal-trio: {exc}{hint}", file=sys.stderr)
-        return 1
+        code = trio.run(_demo, args.bind, args.once)
+    except* OSError as group:  # alone or out of a nursery, whichever part of the demo it came from
+        reason = _leaf(group)
+        print(f"narwhal-trio: {getattr(reason, 'strerror', None) or reason}", file=sys.stderr)
+        print('choose another address with --bind HOST:PORT (make demo ARGS="--bind HOST:PORT")', file=sys.stderr)
+    except* ConfigError as group:
+        code = 2
+        print(f"narwhal-trio: {_leaf(group)}", file=sys.stderr)
+    return code
+
+
+def _leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first exception in a tree of groups."""
+    first: BaseException = group
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    return first
 
 
 @attrs.frozen
@@ -148,11 +162,19 @@ def _config(engines: Mapping[str, tuple[SimEngine, str]], bind: str, journal: Pa
     )
 
 
+class _Console(Console):
+    """A pipe that nobody reads any more (`| head`) ends the output, not the demo."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 async def _demo(bind: str, once: bool) -> int:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console = _Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     with (
         tempfile.TemporaryDirectory(prefix="narwhal-trio-") as folder,
-        trio.open_signal_receiver(signal.SIGTERM) as term,
+        trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as ends,
     ):
         journal = Path(folder) / "journal.jsonl"
         async with (
@@ -164,7 +186,7 @@ async def _demo(bind: str, once: bool) -> int:
             passed = await _show(console, router, engines, urls[0])
             if not once:
                 _invite(console, urls[0])
-                await anext(term)
+                await anext(ends)
                 await router.drain(5.0)
             nursery.cancel_scope.cancel()
     return 0 if passed else 1
@@ -181,9 +203,13 @@ def _invite(console: Console, url: str) -> None:
 async def _show(console: Console, router: Router, engines: Mapping[str, tuple[SimEngine, str]], url: str) -> bool:
     """Send every sample, print what happened, then what is left. True if everything was as it must be."""
     table = Table(title=f"narwhal-trio demo: 2 prefill and 2 decode engines behind {url}", title_justify="left")
-    # The answers get what the other columns leave of the terminal's width.
-    room = max(8, console.width - 75)
-    for column, right in (("request", 0), ("answer", 0), ("TTFT ms", 1), ("tokens", 1), ("engines", 0), ("ended", 0)):
+    # The answers get what the other columns leave of the terminal's width; a narrow one does without some columns.
+    narrow = console.width < 100
+    room = max(12, console.width - (48 if narrow else 75))
+    columns = {"request": False, "answer": False, "TTFT ms": True, "tokens": True, "engines": False, "ended": False}
+    for column in ("TTFT ms", "tokens", "engines") if narrow else ():
+        del columns[column]
+    for column, right in columns.items():
         table.add_column(column, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
     passed = True
     wire = Wire(SocketDialer())
@@ -194,14 +220,15 @@ async def _show(console: Console, router: Router, engines: Mapping[str, tuple[Si
             row = router.core.recent[-1]
             right = status == sample.status and (sample.cut_after is None or row.terminal is Terminal.CANCELLED)
             passed &= right
-            table.add_row(
-                sample.title,
-                _short(answer, room),
-                "" if row.first_byte_s is None else f"{row.first_byte_s * 1000:.0f}",
-                "" if not row.decode_tokens_observed else str(row.decode_tokens_observed),
-                " > ".join(name for name in (row.prefill_iid, row.decode_iid) if name),
-                ("" if right else "[red]unexpected[/red] ") + str(row.terminal.value if row.terminal else "?"),
-            )
+            cells = {
+                "request": sample.title,
+                "answer": _short(answer, room),
+                "TTFT ms": "" if row.first_byte_s is None else f"{row.first_byte_s * 1000:.0f}",
+                "tokens": "" if not row.decode_tokens_observed else str(row.decode_tokens_observed),
+                "engines": " > ".join(name for name in (row.prefill_iid, row.decode_iid) if name),
+                "ended": ("" if right else "[red]unexpected[/red] ") + str(row.terminal.value if row.terminal else "?"),
+            }
+            table.add_row(*(cells[column] for column in columns))
     wire.close_now()
     console.print(table)
     return await _show_rest(console, router, engines) and passed

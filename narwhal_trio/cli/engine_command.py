@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _serve(bind: str, config: EngineConfig) -> None:
     failure: Exception | None = None
-    with trio.open_signal_receiver(signal.SIGTERM) as signals:
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with trio.open_nursery() as nursery:
             try:
                 _, url = await nursery.start(run_engine, bind, config)
