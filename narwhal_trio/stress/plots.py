@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -12,9 +12,12 @@ if TYPE_CHECKING:
 
     from narwhal_trio.stress.report import Report
 
+_Sample: TypeAlias = tuple[float, float, str, str]
+
 __all__ = ["PlotsMissing", "check_plots", "figures", "write_pngs"]
 
 _SIZE: Final = (8.0, 4.2)
+_POINTS: Final = 400
 _FLOOR_MS: Final = 0.05
 """Smallest value on logarithmic axes: both ends of a measurement can fall into one turn of a loop."""
 
@@ -106,6 +109,15 @@ def _overshoot(reports: Sequence[Report], limits_ms: Sequence[float]) -> Any:
     return _distribution(series, "How long after its deadline a request ended for its client", limits_ms)
 
 
+def _thinned(samples: Sequence[_Sample]) -> Sequence[_Sample]:
+    """All of the latest ones and every n-th of the rest: thousands of points make a page that no browser likes."""
+    if len(samples) <= 2 * _POINTS:
+        return samples
+    ordered = sorted(samples, key=lambda sample: sample[1], reverse=True)
+    rest = ordered[_POINTS:]
+    return ordered[:_POINTS] + rest[:: -(-len(rest) // _POINTS)]
+
+
 def _timeline(report: Report) -> Any:
     if not report.timeline:
         return None
@@ -116,7 +128,7 @@ def _timeline(report: Report) -> Any:
     axes.set_ylabel("requests in flight")
     axes.set_ylim(bottom=0)
     axes.set_title(report.name)
-    samples = report.closes.samples if report.closes is not None else []
+    samples = _thinned(report.closes.samples) if report.closes is not None else []
     if samples:
         other = axes.twinx()
         other.set_yscale("log")

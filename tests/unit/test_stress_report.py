@@ -339,6 +339,15 @@ def test_plots_are_files_too(tmp_path: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
 
 
+def test_a_plot_of_very_many_requests_keeps_all_of_the_latest() -> None:
+    samples = [(float(n), float(n % 5000), "decode", "close") for n in range(5000)]
+    kept = plots._thinned(samples)
+    assert 700 < len(kept) <= 801
+    assert {sample[1] for sample in samples if sample[1] >= 4600} <= {sample[1] for sample in kept}
+    assert min(sample[1] for sample in kept) < 20
+    assert plots._thinned(samples[:800]) == samples[:800]
+
+
 def test_a_run_without_samples_has_fewer_plots() -> None:
     bare = report(closes=None, deadlines=Deadlines(0, 0, 0, 0, 0, None, None, []), timeline=[])
     assert plots.figures([bare], "png") == []
