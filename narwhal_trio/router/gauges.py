@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from narwhal_trio.scheduling.fleet import Hold
-from narwhal_trio.types import Role
+from narwhal_trio.types import Endpoint, Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,6 +43,8 @@ def samples(core: RouterCore) -> Iterator[Sample]:
     for name, value in plain.items():
         yield name, (), float(value)
     yield "narwhal_admission_info", (serving.admission,), 1.0
+    for endpoint in Endpoint:
+        yield "narwhal_token_accounting_info", (endpoint.value, core.dialect.accounting(endpoint).value), 1.0
     for role in Role:
         yield "narwhal_pool_instances", (role.value,), float(len(core.fleet.live(role)))
     for engine in core.fleet:

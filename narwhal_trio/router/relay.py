@@ -115,6 +115,7 @@ class _Relay:
         counted, started = 0, False
         last_at: float | None = None  # of the last read with output, unless the client kept us from reading since
         gap_s, now = self.gap_s, 0.0
+        held_s = 0.0  # for which the client, or the gate, kept us from reading: per-token times are the engine's, so it does not count
         while True:
             if started and (self.waiting is not _Wait.NEXT_BYTES or timer.deadline < now + gap_s):
                 # A moved deadline costs microseconds, so it is moved a little too far and then left alone for a while.
@@ -122,12 +123,14 @@ class _Relay:
                 timer.deadline = now + gap_s * _GAP_SLACK
             data = await exchange.receive()
             now = trio.current_time()
-            out = (fold.end() if data is None else fold.feed(data, now)) or b""
+            out = (fold.end() if data is None else fold.feed(data, now - held_s)) or b""
             if fold.output_started and not started:
                 started = True
                 await self._first_output(now)
                 if self.gate is not None:
-                    now = trio.current_time()  # the engine is not to blame for what the gate took
+                    opened_at = trio.current_time()
+                    held_s += opened_at - now
+                    now = opened_at
             if fold.ledger.count != counted:
                 fresh = fold.ledger.count - counted
                 counted += fresh
@@ -139,6 +142,7 @@ class _Relay:
             if out and not (started and self._write_nowait(out)):
                 await self._write(out)
                 written_at = trio.current_time()
+                held_s += written_at - now
                 if written_at - now > _SLOW_CLIENT_S:
                     last_at = None  # the next gap is the client's doing, not the engine's
                 now = written_at
