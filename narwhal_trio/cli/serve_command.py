@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import structlog
 import trio
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
     from narwhal_trio.config import RouterConfig
 
 __all__ = ["add_parser", "run", "serve"]
+
+_COLLECT_S: Final = 10.0
+_COLLECT_AT_LAST_S: Final = 3600.0
+"""A router that is never idle collects all the same once in so many seconds,"""
+_COLLECT_AT_COUNT: Final = 3_000_000
+"""and when it holds so many more objects than after the last time, should anything make cycles after all."""
 
 log = structlog.get_logger(__name__)
 
@@ -73,6 +80,7 @@ async def serve(config: RouterConfig) -> int:
             except OSError as exc:
                 failure = exc
             else:
+                nursery.start_soon(_collect_garbage, router)
                 for url in urls:
                     print(f"ready on {url}", file=sys.stderr, flush=True)
                 first = await anext(signals)
@@ -86,6 +94,22 @@ async def serve(config: RouterConfig) -> int:
     if failure is not None:
         raise failure
     return code
+
+
+async def _collect_garbage(router: Router) -> None:
+    """Collect while nobody waits. Serving makes no reference cycles, and a full collection stops every stream for as long as it takes:
+    0.4 s with 2,000 requests running, which is most of what a cancellation took."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    collected_at = trio.current_time()
+    while True:
+        await trio.sleep(_COLLECT_S)
+        now = trio.current_time()
+        due = now - collected_at >= _COLLECT_AT_LAST_S or gc.get_count()[0] >= _COLLECT_AT_COUNT
+        if due or not router.core.running:
+            gc.collect()
+            collected_at = now
 
 
 async def _drain(router: Router, everything: trio.CancelScope) -> None:

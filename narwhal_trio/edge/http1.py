@@ -201,6 +201,7 @@ class _Connection:
             gone=lambda: reader.eof,
             write_timeout_s=self.settings.write_timeout_s,
         )
+        inbound.answers_through(None)  # the two refer to each other: only the collector would free them otherwise
         if inbound.cut:
             self.state.cut += 1
         return not inbound.detached and await self._settle(inbound, sink)

@@ -118,7 +118,7 @@ class Http1Inbound(Inbound):
         self._dropped = False
         self._broken = False
 
-    def answers_through(self, sink: Http1Sink) -> None:
+    def answers_through(self, sink: Http1Sink | None) -> None:
         """The sink that sends `100 Continue` when the body is asked for."""
         self._sink = sink
 

@@ -115,7 +115,7 @@ class Http1Sink(EdgeSink):
             else:
                 framing += _CHUNKED
         self._pending = encode_head(status, headers, framing)
-        await trio.lowlevel.checkpoint_if_cancelled()
+        await self._check_cancelled()
 
     async def write(self, data: bytes) -> None:
         framed = self._framed(data)
@@ -182,8 +182,16 @@ class Http1Sink(EdgeSink):
         self.closing = self._http10 or self._state.draining or not self._may_reuse(whole)
         return _CLOSE if self.closing else b""
 
+    async def _check_cancelled(self) -> None:
+        try:
+            await trio.lowlevel.checkpoint_if_cancelled()
+        except trio.Cancelled:
+            if not self.committed:
+                self.restart()  # nothing has been handed over: whoever cancelled may answer something else
+            raise
+
     async def _send(self, data: bytes) -> None:
-        await trio.lowlevel.checkpoint_if_cancelled()
+        await self._check_cancelled()
         self.committed = True
         self._pending = b""
         await self._put(data)

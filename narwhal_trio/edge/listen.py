@@ -31,7 +31,9 @@ __all__ = ["Listener", "SocketListener", "open_listeners", "serve", "server_cont
 
 log = structlog.get_logger(__name__)
 
-_BACKLOG: Final = 1024
+_BACKLOG: Final = 4096
+_ACCEPT_BURST: Final = 32
+"""Connections accepted in a row before the scheduler runs."""
 _EXHAUSTED: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 """The machine or the process has no room for another connection."""
 _ABORTED: Final = frozenset(
@@ -81,6 +83,7 @@ class SocketListener:
         self._tls = tls
         self._sock = sock
         self._closed = False
+        self._streak = 0
         self._file = _identity(bind.path) if bind.unix else None
 
     @property
@@ -89,13 +92,20 @@ class SocketListener:
         return str(self.bind) if self.bind.unix else f"{'https' if self._tls else 'http'}://{self.bind}"
 
     async def accept(self) -> Stream:
-        await trio.lowlevel.checkpoint()
+        # One connection for each pass of the scheduler is too few: under load a pass takes milliseconds, and newcomers queue up.
+        self._streak += 1
+        if self._streak >= _ACCEPT_BURST:
+            self._streak = 0
+            await trio.lowlevel.checkpoint()
+        else:
+            await trio.lowlevel.checkpoint_if_cancelled()
         while True:
             if self._closed:
                 raise trio.ClosedResourceError("this listener was already closed")
             try:
                 sock, address = self._sock.accept()
             except BlockingIOError:
+                self._streak = 0
                 await trio.lowlevel.wait_readable(self._sock)
                 continue
             return _AcceptedStream(sock, "" if self.bind.unix else address[0])
