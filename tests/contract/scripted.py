@@ -362,7 +362,7 @@ class Scripted:
         """Assert that nothing of any request is left: books, seats, tasks, calls at engines, hand-offs past their lease."""
         core = self.router.core
         await self.router.core.wait_idle()
-        await trio.sleep(1.5)  # closes reach the engines, rows reach the journal
+        await trio.sleep(3.0)  # closes reach the engines, rows the journal; hand-offs are given back within two seconds
         books = core.accounting
         assert books.check_laws(at_rest=True, journal_rows=len(self.rows), gauges=at_rest_gauges(core)) == []
         if requests is not None:
