@@ -85,7 +85,7 @@ class AssemblyFold(StreamFold):
         self._end()
 
     def response(self, prompt_tokens: int) -> bytes:
-        """The response body as compact JSON in UTF-8. Only once `done`.
+        """The response body as compact JSON in UTF-8. Only once `done`, and only once: what it was made from is let go.
 
         prompt_tokens: the request's input length, for the usage of an engine that reports none.
         """
@@ -118,7 +118,13 @@ class AssemblyFold(StreamFold):
         if usage is not None:
             out += (b',"usage":', usage)
         out.append(b"}")
-        return b"".join(out)
+        body = b"".join(out)
+        # While the body is on its way to the client it shall be all that is left of the answer.
+        out.clear()
+        self._texts.clear()
+        self._ids.clear()
+        self._calls, self._logprobs = ToolCalls(whole_repeats=False), Logprobs(self.rules.endpoint)
+        return body
 
     def _render_message(self, out: list[bytes]) -> None:
         texts = self._texts

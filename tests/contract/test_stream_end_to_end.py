@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -118,6 +119,35 @@ def test_an_assembled_answer_over_the_limit_is_a_502() -> None:
         assert len(f.calls("d")) == 1
 
     run(check, decode=stream(*[chat_event({"content": "x" * 1000})] * 30, DONE), serving={"max_response_bytes": 20_000})
+
+
+def test_a_large_assembled_answer_costs_about_twice_its_size() -> None:
+    """From the first event until the client has its first byte, everything in this process counted."""
+    piece = chat_event({"content": "x" * 60_000})
+    count = 130
+
+    async def many(_call: Any, reply: Any) -> None:
+        await reply.start()
+        for _ in range(count):
+            await reply.send(piece)
+        await reply.send(DONE)
+        await reply.finish()
+
+    async def check(f: Scripted) -> None:
+        client = await f.client()
+        tracemalloc.start()
+        try:
+            await client.send_request("POST", CHAT, json=TALK | {"stream": False})
+            await client.receive_head()
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        response = await client.receive_response()
+        assert len(response.body) > count * 60_000
+        assert peak < 2.3 * len(response.body)
+        client.disconnect()
+
+    run(check, decode=many)
 
 
 def test_a_stream_may_be_longer_than_the_limit() -> None:
