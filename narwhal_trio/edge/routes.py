@@ -74,7 +74,13 @@ class Application:
             return
         session = self._socket_session(inbound)
         if session is not None:
-            await serve_websocket(session[0], session[1], max_message=self.core.config.serving.max_request_bytes)
+            try:
+                stream = session[0].detach()
+            except RuntimeError:
+                message = "an upgrade request must have no body"
+                await sink.respond(400, _JSON, error_body(_INVALID, message, None, None))
+                return
+            await serve_websocket(stream, session[1], max_message=self.core.config.serving.max_request_bytes)
             return
         if inbound.path in self._operate.actions and inbound.method == "POST" and self._admin(inbound):
             answer = await self._operate.act(inbound)

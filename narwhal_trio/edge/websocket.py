@@ -45,10 +45,9 @@ class Detachable(Protocol):
 
 
 async def serve_websocket(
-    inbound: Detachable, session: Callable[[WebSocketConnection, Stream], Awaitable[None]], *, max_message: int
+    stream: Stream, session: Callable[[WebSocketConnection, Stream], Awaitable[None]], *, max_message: int
 ) -> None:
-    """Answer an upgrade request and run `session` until it returns or the socket ends."""
-    stream = inbound.detach()
+    """Answer the upgrade request that `stream` begins with and run `session` until it returns or the socket ends."""
     try:
         async with trio.open_nursery() as nursery:
             try:
@@ -165,10 +164,11 @@ class StreamSession:
                 cap = self._core.config.serving.request_timeout_s
                 try:
                     timeout = check_timeout(msgspec.json.decode(fields["timeout_s"]), cap_s=cap, param="timeout_s")
-                except Refusal as refusal:
-                    await self._complain(key, refusal.message, refusal.param)
+                except (Refusal, msgspec.DecodeError) as exc:
+                    message = exc.message if isinstance(exc, Refusal) else f"timeout_s is out of range: {exc}"
+                    await self._complain(key, message, "timeout_s")
                     return
-                headers.append((b"x-request-timeout", f"{timeout.budget_s:.9f}".encode()))
+                headers.append((b"x-request-timeout", f"{abs(timeout.budget_s):.9f}".encode()))
             inbound = MemoryInbound(endpoint.path, bytes(body), headers, peer=self._peer)
             sink = MemorySink()
             run = RequestRun(self._core, endpoint, inbound, sink, client=self._client)

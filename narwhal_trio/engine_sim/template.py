@@ -67,8 +67,8 @@ def _check_message(at: int, message: Any, config: EngineConfig) -> None:
         raise validation_error([problem])
     content = message.get("content")
     if isinstance(content, list):
-        kinds = {part.get("type") for part in content if isinstance(part, dict)}
-        if kinds - {"text", "refusal", "input_text", "output_text", None}:
+        kinds = {str(part["type"]) for part in content if isinstance(part, dict) and part.get("type") is not None}
+        if kinds - {"text", "refusal", "input_text", "output_text"}:
             raise bad_request(f"{config.model} is not a multimodal model")
 
 

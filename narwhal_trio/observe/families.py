@@ -110,7 +110,9 @@ _ADMISSION: Final = (
     _gauge("admission_inflight", "Admission seats in use."),
     _gauge("admission_inflight_limit", "Admission seats."),
     _gauge("admission_info", "The admission mode; always 1.", "mode"),
-    _gauge("token_accounting_info", "Whether engines say which tokens they put out; always 1.", "endpoint", "accounting"),
+    _gauge(
+        "token_accounting_info", "Whether engines say which tokens they put out; always 1.", "endpoint", "accounting"
+    ),
     _gauge("admission_margin", "Share by which a projected TTFT may exceed its target."),
     _gauge("queued", "Requests waiting for an admission seat."),
     _gauge("queue_capacity", "Most requests that may wait for an admission seat."),

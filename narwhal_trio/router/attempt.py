@@ -6,7 +6,7 @@ nursery in which the first failure cancels the sibling.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import trio
 
@@ -26,12 +26,15 @@ if TYPE_CHECKING:
 
 __all__ = ["LegFailure", "run_attempt"]
 
+_ATTEMPT_MILESTONES: Final = ("prefill_sent", "prefilled", "decode_sent", "first_token")
+
 
 async def run_attempt(run: RequestRun) -> Outcome | LegFailure:
     """One try at serving `run`; an `Outcome` is final, a `LegFailure` may be retried."""
     if run.held is not None and run.held.usable_until <= trio.current_time():
         run.let_go()
-    for milestone in ("prefill_sent", "prefilled", "decode_sent", "first_token")[0 if run.held is None else 2 :]:
+    # With the KV of the attempt before, that attempt's prefill is this one's, too.
+    for milestone in _ATTEMPT_MILESTONES if run.held is None else _ATTEMPT_MILESTONES[2:]:
         run.record.milestones.pop(milestone, None)  # an earlier attempt's instants would pass for this one's
     if run.core.dialect.rendezvous:
         return await _rendezvous(run)

@@ -5,6 +5,7 @@ A `RouterCore` exists only inside `open_router()`; it starts no task and holds n
 
 from __future__ import annotations
 
+import errno
 import random
 from collections import deque
 from typing import TYPE_CHECKING, Any, Self
@@ -30,10 +31,11 @@ from narwhal_trio.scheduling.readiness import Readiness
 from narwhal_trio.scheduling.retry import RetryBudget, RetryPolicy
 from narwhal_trio.types import AbortCause, EngineId, RequestId, Role
 from narwhal_trio.wire.client import ConnectFailed, Wire
+from narwhal_trio.wire.errors import NoRoom
 from narwhal_trio.wire.stream import Address, parse_address
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Set as AbstractSet
 
     from narwhal_trio.config import RouterConfig
     from narwhal_trio.core.sink import Headers
@@ -48,6 +50,10 @@ if TYPE_CHECKING:
 
 __all__ = ["AdmissionSeat", "RouterCore", "TimedDialer"]
 
+UNREACHED_S = 5.0
+"""How long an engine that refused a connection is avoided where another can serve; liveness ejects it if it stays away."""
+LOCAL_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
+"""Why a connect fails on this side: no evidence about any engine."""
 RECENT = 256
 """Ended requests that `/narwhal/requests` still shows."""
 
@@ -78,7 +84,12 @@ class TimedDialer:
 
     async def dial(self, address: Address) -> Stream:
         with trio.move_on_after(self._timeout_s):
-            return await self._dialer.dial(address)
+            try:
+                return await self._dialer.dial(address)
+            except OSError as exc:
+                if exc.errno in LOCAL_ERRORS:
+                    raise NoRoom(f"no connection can be opened here: {exc.strerror}") from exc
+                raise
         raise ConnectFailed(f"no connection within {self._timeout_s:g} s (engine.connect_timeout_s)")
 
 
@@ -147,6 +158,7 @@ class RouterCore:
             if self.dialect.rendezvous
             else config.engine.first_token_timeout_s
         )
+        self._unreached_until: dict[EngineId, float] = {}
         self.running: dict[RequestId, RequestRun] = {}
         self.recent: deque[Record] = deque(maxlen=RECENT)
         self.retained = 0
@@ -239,6 +251,19 @@ class RouterCore:
             self.events.publish("readiness", status=status, reason=reason)
         self.admission.pump()
         self._fleet_changed()
+
+    def note_unreached(self, engine: EngineId) -> None:
+        """A connect failed: others are preferred for a while, until a probe or the next try knows better."""
+        self._unreached_until[engine] = trio.current_time() + UNREACHED_S
+
+    def avoided(self, role: Role, excluded: AbstractSet[EngineId]) -> AbstractSet[EngineId]:
+        """`excluded`, and engines that could not be reached lately as long as another of the role is left."""
+        if not self._unreached_until:
+            return excluded
+        now = trio.current_time()
+        self._unreached_until = {engine: until for engine, until in self._unreached_until.items() if until > now}
+        avoided = excluded | self._unreached_until.keys()
+        return excluded if all(engine.id in avoided for engine in self.fleet.live(role)) else avoided
 
     def rendezvous(self, producer: EngineId) -> Rendezvous:
         engine = next(engine for engine in self.config.engines if engine.id == producer)

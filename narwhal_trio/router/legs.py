@@ -11,6 +11,7 @@ from narwhal_trio.engines.answers import engine_message
 from narwhal_trio.outcomes import Condition, Outcome
 from narwhal_trio.types import Role
 from narwhal_trio.wire.client import ConnectFailed, MalformedResponse, ResponseTooLarge, WireError
+from narwhal_trio.wire.errors import NoRoom
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -61,6 +62,10 @@ class LegFailure:
         if isinstance(exc, ResponseTooLarge):
             return cls(Condition.RESPONSE_LIMIT, phase, engine, role, str(exc))
         condition = Condition.INVALID_RESPONSE if isinstance(exc, MalformedResponse) else Condition.ENGINE_FAULT
+        if isinstance(exc, NoRoom):
+            return cls(
+                Condition.SATURATED, phase, engine, role, str(exc), "the router has no room for another connection"
+            )
         if isinstance(exc, ConnectFailed):
             # Nothing has run on this engine: the client may safely come back, and is told so.
             return cls(

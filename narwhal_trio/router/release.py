@@ -144,6 +144,10 @@ class Releases:
                         result, problem = await self._tell(held, aborted, avoid)
                 except WireError as exc:
                     problem = str(exc)
+                except Exception:
+                    # A fault of ours in what is only an attempt: the lease makes up for it, a router that dies of it would not.
+                    log.exception("release failed by a fault of ours", rid=held.descriptor.for_request)
+                    problem = "internal error"
             self._count(held, result)
             if result is not ReleaseResult.RELEASED:
                 log.info(

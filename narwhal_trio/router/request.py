@@ -189,6 +189,9 @@ class RequestRun:
             raise Refusal(
                 Condition.REQUEST_TOO_LARGE, f"request body exceeds serving.max_request_bytes ({limit} bytes)"
             ) from None
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            await self.client_lost()  # it left before, or while, anybody watched
+            raise
         except BodyFault as fault:
             condition = Condition.UNKNOWN_ENCODING if fault.status == 415 else Condition.INVALID_REQUEST
             raise Refusal(condition, fault.message) from None
@@ -255,7 +258,9 @@ class RequestRun:
                 await trio.sleep(backoff_s)
                 dispatched = True
             finally:
-                if dispatched:
+                if result.unreached:
+                    pass  # nothing was sent, so nothing can multiply: such a retry is free
+                elif dispatched:
                     self.core.retry_budget.spend()
                 else:
                     self.core.retry_budget.give_back()
@@ -278,7 +283,7 @@ class RequestRun:
         backoff_s = policy.delay(self.record.attempts, self.core.random.random())
         if trio.current_time() + backoff_s >= self.lifetime.deadline_at:
             return RetryVerdict.ORIGINAL_DEADLINE, 0.0
-        if not self.core.retry_budget.reserve():
+        if not failure.unreached and not self.core.retry_budget.reserve():
             self.core.accounting.retry_was_denied()
             return RetryVerdict.SHARED_BUDGET, 0.0
         return RetryVerdict.ALLOWED, backoff_s
@@ -292,6 +297,8 @@ class RequestRun:
             excluded.add(self.producer)
 
     def _note_failure(self, failure: LegFailure, verdict: RetryVerdict, backoff_s: float) -> None:
+        if failure.unreached:
+            self.core.note_unreached(failure.engine)
         retried = verdict is RetryVerdict.ALLOWED
         self.core.accounting.attempt_failed(
             self.record,

@@ -104,7 +104,7 @@ def _placed(run: RequestRun, role: Role) -> Engine | None:
             run.core.fleet,
             run.work,
             role,
-            exclude=run.excluded[role],
+            exclude=run.core.avoided(role, run.excluded[role]),
             producer=run.producer,
             targets=run.core.targets,
             stranded=run.core.ledger.stranded_tokens,

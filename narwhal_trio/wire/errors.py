@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ConnectFailed", "ConnectionLost", "MalformedResponse", "ResponseTooLarge", "WireError"]
+__all__ = ["ConnectFailed", "ConnectionLost", "MalformedResponse", "NoRoom", "ResponseTooLarge", "WireError"]
 
 
 class WireError(Exception):
@@ -11,6 +11,10 @@ class WireError(Exception):
 
 class ConnectFailed(WireError):  # noqa: N818 - says what happened
     """No connection was made (refused, unreachable, name unknown, TLS not verified). The engine has seen no request."""
+
+
+class NoRoom(ConnectFailed):
+    """This process or machine has no room for another connection: no evidence about the engine."""
 
 
 class ConnectionLost(WireError):  # noqa: N818 - says what happened

@@ -346,6 +346,26 @@ def test_a_prefill_that_is_ended_before_its_answer_counts_as_stranded() -> None:
     run_world(main, 1)
 
 
+def test_a_fault_of_ours_in_a_release_costs_no_more_than_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    def boom(*_: object) -> bool:
+        raise RuntimeError("boom")
+
+    async def main(world: World) -> None:
+        async with fleet(world, serving=ONE_SEAT) as f:
+            await introduce(f)
+            occupant = await occupy(f)
+            client = await waiting(f)
+            monkeypatch.setattr(type(f.router.core.dialect), "can_release", boom)
+            client.disconnect()
+            await trio.sleep(1)
+            assert releases(f) == {"failed": 1}
+            occupant.disconnect()
+            await f.at_rest(requests=3)
+            assert closed(f) == {"accepted": 1, "lease_expired": 1}
+
+    run_world(main, 1)
+
+
 def test_leaving_the_router_ends_a_release() -> None:
     async def main(world: World) -> None:
         async with fleet(world, serving=ONE_SEAT) as f:
