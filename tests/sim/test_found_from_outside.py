@@ -78,10 +78,8 @@ def test_an_absurd_timeout_costs_its_own_frame_only() -> None:
         async with fleet(world) as f:
             async with websocket(f) as socket:
                 for timeout in ("1e999", "9" * 5000, '"x"', "-1"):
-                    frame = (
-                        '{"type":"create","id":"a","endpoint":"completions","body":{"prompt":"x"},"timeout_s":%s}'
-                        % timeout
-                    )
+                    start = '{"type":"create","id":"a","endpoint":"completions","body":{"prompt":"x"},"timeout_s":'
+                    frame = start + timeout + "}"
                     await socket.send_message(frame)
                     assert (await hear(socket))["status"] == 400
                 await say(socket, type="create", id="b", endpoint="completions", body={"prompt": "x", "max_tokens": 1})
