@@ -273,6 +273,7 @@ async def _show_rest(console: Console, router: Router, engines: Mapping[str, tup
         # Sockets that the router closed reach the engines in their own time; the engines are other programs in principle.
         while any(engine.state().running or engine.state().in_flight for engine, _ in engines.values()):  # noqa: ASYNC110
             await trio.sleep(0.01)
+        await core.releases.wait_idle()  # KV that cancelled requests left behind is given back by the router itself
     left = {name: value for name, value in at_rest_gauges(core).items() if value}
     left |= {
         f"{name} running": count
