@@ -15,6 +15,7 @@ import traceback
 import zlib
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import h11
 import msgspec
 import structlog
@@ -252,6 +253,40 @@ def check_engine_body(exchange: Exchange, call: Call, backend: str) -> None:
 # One world
 
 
+TEXTS = ("content", "reasoning", "reasoning_content", "refusal")
+
+
+def whole_twin(exchange: Exchange, answer: ClientResponse) -> Exchange | None:
+    """The same exchange without streaming, where a stream went well to its end; else None."""
+    request = exchange.request
+    if not answer.body.endswith(b"data: [DONE]\n\n") or request.body.count(b'"stream":true') != 1:
+        return None
+    whole = request.body.replace(b'"stream":true', b'"stream":false')
+    return attrs.evolve(exchange, request=attrs.evolve(request, body=whole, piece=None))
+
+
+def check_twins(streamed: ClientResponse, whole: ClientResponse) -> None:
+    """Both modes say the same, unless what streams may carry cannot be assembled."""
+    if whole.status != 200:
+        error = strict(whole.body)["error"]
+        allowed = error["code"] in ("invalid_response", "response_limit") or whole.status == 400
+        must(allowed, "a stream went well and the whole answer did not", whole.body, streamed.body[:500])
+        return
+    said: dict[str, str] = {}
+    for block in streamed.body.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n\n"):
+        lines = [line[5:].removeprefix(b" ") for line in block.split(b"\n") if line.startswith(b"data:")]
+        if not lines or lines == [b"[DONE]"]:
+            continue
+        for choice in strict(b"\n".join(lines)).get("choices") or ():
+            for name, text in {"text": choice.get("text"), **(choice.get("delta") or {})}.items():
+                if name in TEXTS or name == "text":
+                    said[name] = said.get(name, "") + (text or "")
+    (choice,) = strict(whole.body)["choices"]
+    found = choice.get("message", choice)
+    for name, text in said.items():
+        must((found.get(name) or "") == text, "the two modes differ", name, text, found.get(name))
+
+
 async def exchange_once(f: Scripted, exchange: Exchange) -> ClientResponse | None:
     """Send one request as it is; None where the client left, or where what it sent was no request."""
     request = exchange.request
@@ -330,6 +365,18 @@ def check_world(worlds: list[Exchange], number: int) -> None:
                 answer = await exchange_once(f, exchange)
                 if answer is not None:
                     check_answer(exchange, answer)
+                    twin = whole_twin(exchange, answer)
+                    if twin is not None:
+                        for name, each in f.engines.items():
+                            each.script = playing(exchange.prefill if name.startswith("p") else exchange.decode)
+                        whole = await exchange_once(f, twin)
+                        assert whole is not None
+                        check_answer(twin, whole)
+                        check_twins(answer, whole)
+                        for each in f.engines.values():
+                            each.calls[:] = [
+                                call for call in each.calls if answer.headers["x-request-id"] in call.leg_id
+                            ]
                 await f.router.core.wait_idle()
                 await trio.sleep(0.01)  # what was on its way to an engine arrives
                 for call in f.calls():

@@ -10,6 +10,7 @@ from hypothesis import seed
 from narwhal_trio.engines import dialect
 from narwhal_trio.outcomes import Condition
 from narwhal_trio.protocol import envelope, relay, request, splice
+from narwhal_trio.protocol.assembly import AssemblyFold
 from narwhal_trio.router import ending
 from tests.fuzz.fuzz_router import check_world, property_of
 from tests.fuzz.strategies import PREFILL, ClientRequest, EngineAnswer, Exchange
@@ -91,6 +92,7 @@ FAULTS: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
         "base_fields",
         lambda found, model: {**found.fields, "model": b'"m"', "seed": b"9007199254740992"},
     ),
+    "the modes differ": ("stream", AssemblyFold, "_append", lambda _fold, _name, _value, _what: None),
     "internal fields go on": ("internal fields", dialect, "INTERNAL_FIELDS", frozenset()),  # type: ignore[dict-item]
 }
 
