@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
+import shutil
 import subprocess
 import threading
 from contextlib import contextmanager
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
+import pytest
 import trio
 
 from narwhal_trio import open_router
@@ -28,6 +31,7 @@ T = TypeVar("T")
 
 MODEL = "sim"
 CHAT = "/v1/chat/completions"
+HERE = Path(__file__).parent
 ENV = Path(__file__).parents[2] / ".clients"
 PYTHON = ENV / "venv" / "bin" / "python"
 NODE_MODULES = ENV / "node" / "node_modules"
@@ -177,6 +181,23 @@ def serving() -> Iterator[Served]:
     if failures:
         raise failures[0]
     assert not thread.is_alive()
+
+
+def tried(client: str, base_url: str, case: str, *, model: str = MODEL) -> Any:
+    """What node, litellm or langchain found. Skips where it is not asked for or not installed."""
+    if not os.environ.get("CLIENTS"):
+        pytest.skip(f"{client} is tried where CLIENTS=1 is set (tests/clients/install.sh)")
+    env = {**os.environ, "CLIENT_MODEL": model}
+    if client == "node":
+        node = shutil.which("node")
+        if node is None or not (NODE_MODULES / "openai").is_dir():
+            pytest.skip("openai for Node is not installed (tests/clients/install.sh)")
+        script = NODE_MODULES.parent / "try_node.mjs"  # modules are looked for beside the script
+        script.write_text((HERE / "try_node.mjs").read_text())
+        return run_json([node, str(script), base_url, case], env=env)
+    if not PYTHON.exists():
+        pytest.skip(f"{client} is not installed (tests/clients/install.sh)")
+    return run_json([str(PYTHON), str(HERE / "try_python.py"), client, base_url, case], env=env)
 
 
 def run_json(command: list[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Any:

@@ -7,21 +7,20 @@ for them. What is not there is skipped, and says so.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from narwhal_trio.engine_sim import Fault, overloaded
-from tests.clients.support import CHAT, NODE_MODULES, PYTHON, run_json
+from tests.clients.support import CHAT, tried
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.clients.support import Served
 
-HERE = Path(__file__).parent
 BODY = json.dumps({"messages": [{"role": "user", "content": "Say hello."}]})
 BROKEN = {
     "reset": Fault(cut_after_events=4),
@@ -31,28 +30,12 @@ BROKEN = {
 }
 
 
-def tried(client: str, served: Served, case: str) -> Any:
-    """What a client found. Skips where it is not asked for or not installed."""
-    if not os.environ.get("CLIENTS"):
-        pytest.skip(f"{client} is tried where CLIENTS=1 is set (tests/clients/install.sh)")
-    if client == "node":
-        node = shutil.which("node")
-        if node is None or not (NODE_MODULES / "openai").is_dir():
-            pytest.skip("openai for Node is not installed (tests/clients/install.sh)")
-        script = NODE_MODULES.parent / "try_node.mjs"  # modules are looked for beside the script
-        script.write_text((HERE / "try_node.mjs").read_text())
-        return run_json([node, str(script), served.base_url, case])
-    if not PYTHON.exists():
-        pytest.skip(f"{client} is not installed (tests/clients/install.sh)")
-    return run_json([str(PYTHON), str(HERE / "try_python.py"), client, served.base_url, case])
-
-
 CLIENTS = pytest.mark.parametrize("client", ["node", "litellm", "langchain"])
 
 
 @CLIENTS
 def test_answers(client: str, served: Served) -> None:
-    found = tried(client, served, "answers")
+    found = tried(client, served.base_url, "answers")
     assert found["whole"] == "Hello there, friend."
     if client == "node":
         assert found["streamed"]["text"] == found["whole"]
@@ -79,7 +62,7 @@ def test_answers(client: str, served: Served) -> None:
 
 @CLIENTS
 def test_errors_are_told_and_not_retried(client: str, served: Served) -> None:
-    found = tried(client, served, "errors")
+    found = tried(client, served.base_url, "errors")
     if client == "node":
         assert found["model"] == {
             "raised": "NotFoundError",
@@ -100,7 +83,7 @@ def test_errors_are_told_and_not_retried(client: str, served: Served) -> None:
 @CLIENTS
 def test_an_expired_deadline_is_one_attempt(client: str, served: Served) -> None:
     served.fault(Fault(hang_head=True), path=CHAT)
-    found = tried(client, served, "expired")
+    found = tried(client, served.base_url, "expired")
     assert found["raised"]
     assert found["status"] in (500, 504, 408)  # litellm has statuses of its own for what it wraps
     assert served.engine_calls() == 1
@@ -110,7 +93,7 @@ def test_an_expired_deadline_is_one_attempt(client: str, served: Served) -> None
 @CLIENTS
 def test_overload_is_retried_and_served(client: str, served: Served) -> None:
     served.fault(overloaded(), path=CHAT, times=1)
-    assert tried(client, served, "whole") == {"answer": "Hello there, friend."}
+    assert tried(client, served.base_url, "whole") == {"answer": "Hello there, friend."}
     assert [record.status for record in served.settled()] == [503, 200]
 
 
@@ -118,13 +101,13 @@ def test_overload_is_retried_and_served(client: str, served: Served) -> None:
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_stream_raises(client: str, name: str, served: Served) -> None:
     served.fault(BROKEN[name], path=CHAT)
-    found = tried(client, served, "stream")
+    found = tried(client, served.base_url, "stream")
     assert "raised" in found, found
     assert {record.terminal.value for record in served.settled()} == {"failed"}
 
 
 def test_node_that_leaves_a_stream_ends_the_request(served: Served) -> None:
-    tried("node", served, "leave")
+    tried("node", served.base_url, "leave")
     (record,) = served.settled()
     assert (record.terminal.value, record.cancelled_cause.value) == ("cancelled", "client")
 

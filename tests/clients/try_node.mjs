@@ -2,6 +2,7 @@
 import OpenAI from 'openai';
 
 const [baseURL, name] = process.argv.slice(2);
+const model = process.env.CLIENT_MODEL ?? 'sim';
 const client = new OpenAI({ baseURL, apiKey: 'x', timeout: 30000 });
 const hello = [{ role: 'user', content: 'Say hello.' }];
 const weather = {
@@ -31,7 +32,7 @@ async function streamed(body, options) {
   let text = '';
   let finish = null;
   let usage = null;
-  const events = await client.chat.completions.create({ model: 'sim', messages: hello, ...body, stream: true }, options);
+  const events = await client.chat.completions.create({ model, messages: hello, ...body, stream: true }, options);
   for await (const event of events) {
     text += event.choices[0]?.delta?.content ?? '';
     finish = event.choices[0]?.finish_reason ?? finish;
@@ -42,20 +43,20 @@ async function streamed(body, options) {
 
 const cases = {
   async answers() {
-    const whole = await client.chat.completions.create({ model: 'sim', messages: hello });
-    const text = await client.completions.create({ model: 'sim', prompt: 'x', max_tokens: 4 });
+    const whole = await client.chat.completions.create({ model, messages: hello });
+    const text = await client.completions.create({ model, prompt: 'x', max_tokens: 4 });
     const called = await client.chat.completions.create({
-      model: 'sim',
+      model,
       messages: [{ role: 'user', content: 'What is the weather in Paris?' }],
       tools: [weather],
     });
     const runner = client.chat.completions.stream({
-      model: 'sim',
+      model,
       messages: [{ role: 'user', content: 'What is the weather in Paris?' }],
       tools: [weather],
     });
     const final = await runner.finalChatCompletion();
-    const logprobs = await client.chat.completions.create({ model: 'sim', messages: hello, logprobs: true, top_logprobs: 1 });
+    const logprobs = await client.chat.completions.create({ model, messages: hello, logprobs: true, top_logprobs: 1 });
     return {
       whole: whole.choices[0].message.content,
       request_id: whole._request_id,
@@ -71,15 +72,15 @@ const cases = {
   async errors() {
     return {
       model: await attempt(() => client.chat.completions.create({ model: 'zz', messages: hello })),
-      width: await attempt(() => client.chat.completions.create({ model: 'sim', messages: hello, n: 2 })),
-      engine: await attempt(() => client.completions.create({ model: 'sim', prompt: 'x', max_tokens: 1e7 })),
+      width: await attempt(() => client.chat.completions.create({ model, messages: hello, n: 2 })),
+      engine: await attempt(() => client.completions.create({ model, prompt: 'x', max_tokens: 1e7 })),
     };
   },
   expired: () => attempt(() => streamed({}, { headers: { 'x-request-timeout': '0.3' } })),
-  whole: () => attempt(async () => (await client.chat.completions.create({ model: 'sim', messages: hello })).choices[0].message.content),
+  whole: () => attempt(async () => (await client.chat.completions.create({ model, messages: hello })).choices[0].message.content),
   stream: () => attempt(() => streamed({})),
   async leave() {
-    const events = await client.completions.create({ model: 'sim', prompt: 'x', max_tokens: 5000, ignore_eos: true, stream: true });
+    const events = await client.completions.create({ model, prompt: 'x', max_tokens: 5000, ignore_eos: true, stream: true });
     for await (const event of events) break;
     return {};
   },

@@ -11,6 +11,7 @@ import os
 import sys
 from typing import Any
 
+MODEL = os.environ.get("CLIENT_MODEL", "sim")
 HELLO = [{"role": "user", "content": "Say hello."}]
 WEATHER_TALK = [{"role": "user", "content": "What is the weather in Paris?"}]
 WEATHER = {
@@ -41,7 +42,7 @@ def litellm_case(base_url: str, case: str) -> Any:
     litellm: Any = importlib.import_module("litellm")
 
     litellm.suppress_debug_info = True
-    common = {"model": "openai/sim", "api_base": base_url, "api_key": "x", "timeout": 30}
+    common = {"model": f"openai/{MODEL}", "api_base": base_url, "api_key": "x", "timeout": 30}
 
     def whole(**fields: Any) -> Any:
         return litellm.completion(**common, **({"messages": HELLO} | fields))
@@ -59,7 +60,7 @@ def litellm_case(base_url: str, case: str) -> Any:
             "finish": call.finish_reason,
             "call": call.message.tool_calls[0].function.model_dump(),
             "text": litellm.text_completion(
-                **{**common, "model": "text-completion-openai/sim"}, prompt="x", max_tokens=4
+                **{**common, "model": f"text-completion-openai/{MODEL}"}, prompt="x", max_tokens=4
             )
             .choices[0]
             .text,
@@ -75,7 +76,7 @@ def litellm_case(base_url: str, case: str) -> Any:
 def langchain_case(base_url: str, case: str) -> Any:
     langchain: Any = importlib.import_module("langchain_openai")
 
-    chat = langchain.ChatOpenAI(model="sim", base_url=base_url, api_key="x", timeout=30)
+    chat = langchain.ChatOpenAI(model=MODEL, base_url=base_url, api_key="x", timeout=30)
 
     def streamed(model: Any = chat) -> str:
         return "".join(part.text if isinstance(part.text, str) else part.text() for part in model.stream("Say hello."))
@@ -89,10 +90,10 @@ def langchain_case(base_url: str, case: str) -> Any:
             "streamed": streamed(),
             "finish": call.response_metadata["finish_reason"],
             "call": call.tool_calls[0],
-            "text": langchain.OpenAI(model="sim", base_url=base_url, api_key="x", max_tokens=4).invoke("x"),
+            "text": langchain.OpenAI(model=MODEL, base_url=base_url, api_key="x", max_tokens=4).invoke("x"),
         }
     hurried = langchain.ChatOpenAI(
-        model="sim", base_url=base_url, api_key="x", timeout=30, default_headers={"x-request-timeout": "0.3"}
+        model=MODEL, base_url=base_url, api_key="x", timeout=30, default_headers={"x-request-timeout": "0.3"}
     )
     return {
         "errors": lambda: attempt(lambda: chat.invoke("Say hello.", n=2).content),

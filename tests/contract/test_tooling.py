@@ -40,7 +40,7 @@ def normalized(requirement: str) -> str:
 
 
 def dry_run(target: str) -> str:
-    command = ["make", "--dry-run", "--always-make", target]
+    command = ["make", "--no-print-directory", "--dry-run", "--always-make", target]
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
@@ -60,7 +60,9 @@ def test_make_test_runs_every_check_then_the_tests() -> None:
 
 
 def test_make_help_lists_every_target() -> None:
-    listed = subprocess.run(["make", "help"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    listed = subprocess.run(
+        ["make", "--no-print-directory", "help"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
     targets = re.findall(r"^\.PHONY: (\w+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert [line.split()[0] for line in listed.splitlines()] == targets
 
