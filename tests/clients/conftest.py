@@ -1,4 +1,4 @@
-"""One router for all client tests; each test finds it without faults and without history."""
+"""A router of its own for each client test: what one test makes engines look like must not steer the next one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ if TYPE_CHECKING:
     from tests.clients.support import Served
 
 
-@pytest.fixture(scope="session")
-def router_of_clients() -> Iterator[Served]:
-    with serving() as served:
-        yield served
-
-
 @pytest.fixture
-def served(router_of_clients: Served) -> Served:
-    router_of_clients.begin()
-    return router_of_clients
+def served() -> Iterator[Served]:
+    with serving() as running:
+        yield running
