@@ -23,6 +23,7 @@ from narwhal_trio.ha.handoff import HandoffUnusable, apply_handoff, handoff_docu
 from narwhal_trio.ha.service import HaService
 from narwhal_trio.scheduling.fleet import Hold
 from narwhal_trio.scheduling.lifecycle import EngineState
+from narwhal_trio.scheduling.saturation import saturation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -103,8 +104,8 @@ class ControlPlane:
 
     def saturation(self) -> str:
         """Why an arriving request should be turned away at once, "" if it should not."""
-        lag_s = self.lag.lag_s(trio.current_time())
-        return f"router saturated: loop lag {lag_s:.2f}s" if lag_s >= self.core.config.saturation_lag_s else ""
+        now = trio.current_time()
+        return saturation(self.lag.lag_s(now), self.core.sizer.delays.median_s(now), self.core.config.saturation_lag_s)
 
     def handoff(self) -> dict[str, Any]:
         """The hand-over document."""
@@ -156,6 +157,7 @@ class ControlPlane:
             **self.monitor.document(),
             "event_loop_lag_s": self.lag.lag_s(trio.current_time()),
             "event_loop_lag_high_water_s": self.lag.high_water_s,
+            "sizing_delay_s": self.core.sizer.delays.median_s(trio.current_time()),
             "saturation_threshold_s": self.core.config.saturation_lag_s,
         }
 
@@ -167,6 +169,7 @@ class ControlPlane:
         yield "narwhal_router_loop_lag_seconds", (), lag_s
         yield "narwhal_event_loop_lag_seconds", (), lag_s
         yield "narwhal_event_loop_lag_high_water_seconds", (), self.lag.high_water_s
+        yield "narwhal_request_sizing_delay_seconds", (), core.sizer.delays.median_s(trio.current_time())
         yield "narwhal_saturation_threshold_seconds", (), core.config.saturation_lag_s
         yield "narwhal_monitoring_degraded", (), float(bool(core.readiness.degraded))
         yield "narwhal_monitoring_core_consecutive_failures", (), float(monitor.consecutive)

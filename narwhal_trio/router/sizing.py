@@ -12,9 +12,11 @@ import attrs
 import trio
 
 from narwhal_trio.engines.answers import AnswerInvalid, read_count
+from narwhal_trio.scheduling.saturation import SizingDelays
 from narwhal_trio.wire.client import Wire, WireError
 
 if TYPE_CHECKING:
+    from narwhal_trio.engines.dialect import Leg
     from narwhal_trio.router.core import RouterCore
     from narwhal_trio.router.request import RequestRun
     from narwhal_trio.scheduling.fleet import Engine, Work
@@ -48,8 +50,7 @@ class Sizer:
         }
         self._backoff: dict[EngineId, _Backoff] = {}
         self._turn = 0
-        self.delay_s = 0.0
-        """How long the latest count took."""
+        self.delays = SizingDelays()
 
     def wanted(self, run: RequestRun) -> bool:
         """Whether the exact length may change the verdict: the estimate is within a factor of two of a limit."""
@@ -74,30 +75,38 @@ class Sizer:
         leg = core.dialect.count_request(run.request, model=core.config.model)
         if leg is None:
             return None
-        tried: set[EngineId] = set()
         started = trio.current_time()
-        with trio.move_on_after(core.config.engine.tokenize_timeout_s):
-            for _ in range(core.config.serving.max_attempts):
-                engine = self._choose(tried)
-                if engine is None:
-                    return None
-                tried.add(engine.id)
-                try:
-                    async with self._wire.exchange(
-                        self._heads[engine.id], b"POST", leg.path.encode(), leg.headers, leg.body
-                    ) as exchange:
-                        body = await exchange.read_all(_ANSWER_LIMIT)
-                        status = exchange.status
-                    if status == 200:
-                        tokens = read_count(body)
-                        self._backoff.pop(engine.id, None)
-                        self.delay_s = trio.current_time() - started
-                        return tokens
-                except (WireError, AnswerInvalid):
-                    status = 0
-                self._failed(engine.id)
-                if status and status < 500 and status not in (408, 429):
-                    return None  # the engine's verdict on the body: its prefill will say the same, with a message
+        try:
+            with trio.move_on_after(core.config.engine.tokenize_timeout_s):
+                return await self._ask(leg)
+            return None
+        finally:  # also where the request ended first: that it had to wait so long is true all the same
+            now = trio.current_time()
+            self.delays.note(now - started, now)
+
+    async def _ask(self, leg: Leg) -> int | None:
+        """One engine after another, until one answers."""
+        tried: set[EngineId] = set()
+        for _ in range(self._core.config.serving.max_attempts):
+            engine = self._choose(tried)
+            if engine is None:
+                return None
+            tried.add(engine.id)
+            try:
+                async with self._wire.exchange(
+                    self._heads[engine.id], b"POST", leg.path.encode(), leg.headers, leg.body
+                ) as exchange:
+                    body = await exchange.read_all(_ANSWER_LIMIT)
+                    status = exchange.status
+                if status == 200:
+                    tokens = read_count(body)
+                    self._backoff.pop(engine.id, None)
+                    return tokens
+            except (WireError, AnswerInvalid):
+                status = 0
+            self._failed(engine.id)
+            if status and status < 500 and status not in (408, 429):
+                return None  # the engine's verdict on the body: its prefill will say the same, with a message
         return None
 
     def _choose(self, tried: set[EngineId]) -> Engine | None:

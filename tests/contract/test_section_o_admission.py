@@ -96,6 +96,49 @@ def test_o11_retention_full_and_queue_full() -> None:
     run_world(main, 1)
 
 
+def test_o11_slow_counts_saturate_the_router_until_they_are_over(tmp_path: Path) -> None:
+    """Exact counts that take a quarter of the TTFT target turn arrivals away, before their body is looked at."""
+
+    async def main(world: World) -> None:
+        table = profiles(tmp_path, "p0", "d0")
+        engine = {"chars_per_token": 1.2, "tokenize_timeout_s": 2.0}
+        serving = {"admission": "predictive"}
+        async with fleet(world, time=SLOW, serving=serving, profiles=table, engine=engine) as f:
+            for sim in f.engines.values():
+                sim.faults.add(Fault(delay_head_s=0.6), path="/tokenize")  # 2 s / 4 is the threshold
+            text = "internationalization " * 14  # near the limit, so that it is counted
+
+            async def one() -> None:
+                client = await f.client()
+                answer = await client.post(COMPLETIONS, {"prompt": text, "max_tokens": 2})
+                assert answer.status in (200, 429), answer.body
+                client.disconnect()
+
+            async with trio.open_nursery() as nursery:
+                for _ in range(8):
+                    nursery.start_soon(one)
+            client = await f.client()
+            answer = await client.request("POST", COMPLETIONS, body=b"no JSON, but who looks")
+            check(answer, 429, "server_overloaded_error", "saturated", retry_after="1")
+            told = answer.json()["error"]["message"]
+            assert told == "router saturated: loop lag 0.00s, request sizing 0.60s"
+            client.disconnect()
+            client = await f.client()
+            state = (await client.get("/narwhal/state")).json()["monitoring"]
+            assert (state["sizing_delay_s"], state["saturation_threshold_s"]) == (pytest.approx(0.6, abs=0.01), 0.5)
+            metrics = (await client.get("/metrics")).body.decode()
+            assert "narwhal_request_sizing_delay_seconds 0.6" in metrics
+            client.disconnect()
+            await trio.sleep(2.0)
+            client = await f.client()
+            assert (await client.post(COMPLETIONS, ids(3))).status == 200, "nobody is refused for what is long over"
+            client.disconnect()
+            await f.at_rest()
+            assert [row["reason"] for row in f.rows if row["terminal"] == "rejected"] == ["saturated"]
+
+    run_world(main, 21)
+
+
 def test_o12_queue_wait_expires() -> None:
     async def main(world: World) -> None:
         limits = {"max_connections": 1, "queue_capacity": 1, "queue_timeout_s": 3.0}
