@@ -16,6 +16,7 @@ from narwhal_trio.router.legs import EngineLeg, LegFailure, failure_of_response
 from narwhal_trio.router.relay import PrefillGate, relay
 from narwhal_trio.router.release import HeldHandoff
 from narwhal_trio.router.seats import decode_seat, prefill_seat
+from narwhal_trio.scheduling.breaker import Evidence
 from narwhal_trio.types import Phase, Role
 from narwhal_trio.wire.client import WireError
 
@@ -145,6 +146,7 @@ async def _prefill(run: RequestRun, claim: Claim, meeting: Rendezvous | None) ->
         if handoff is not None and handoff.prompt_tokens is not None:
             _measured(run, claim, handoff.prompt_tokens)
         core.policy.on_prefill_done(claim.work)
+        core.health.leg_passed(engine, Evidence.PREFILL)
         return handoff
     return LegFailure(
         Condition.ENGINE_TIMEOUT,

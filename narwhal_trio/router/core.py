@@ -19,6 +19,7 @@ from narwhal_trio.engines.dialect import dialect_for
 from narwhal_trio.engines.handoff import rendezvous
 from narwhal_trio.outcomes import Condition, Refusal
 from narwhal_trio.protocol.identity import Authenticator
+from narwhal_trio.router.evidence import EngineEvidence, Unwatched
 from narwhal_trio.router.gauges import samples
 from narwhal_trio.router.release import Releases
 from narwhal_trio.router.sizing import Sizer
@@ -171,6 +172,7 @@ class RouterCore:
         self.saturation: Callable[[], str] = str
         self.samples: list[Callable[[], Iterable[Sample]]] = []
         self.documents: dict[str, Callable[[], Any]] = {}
+        self.health: EngineEvidence = Unwatched()
         self.drain_begun = trio.Event()
         self.events = Broadcast()
         self.idle = trio.Event()

@@ -10,7 +10,7 @@ import trio
 from narwhal_trio.engines.answers import engine_message
 from narwhal_trio.outcomes import Condition, Outcome
 from narwhal_trio.types import Role
-from narwhal_trio.wire.client import ConnectFailed, MalformedResponse, ResponseTooLarge, WireError
+from narwhal_trio.wire.client import ConnectFailed, ConnectionLost, MalformedResponse, ResponseTooLarge, WireError
 from narwhal_trio.wire.errors import NoRoom
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class LegFailure:
 
     detail: for journal and log, may hold engine text. message: for the client; "" takes the condition's own.
     status: the engine's HTTP status if it answered. retry_after: the engine's own, whole seconds, if it sent one. unreached: no connection
-    to the engine was made.
+    to the engine was made. lost: none was, or it ended too early.
     """
 
     condition: Condition
@@ -54,6 +54,7 @@ class LegFailure:
     transient: bool = False
     retry_after: int | None = None
     unreached: bool = False
+    lost: bool = False
     at: float = attrs.Factory(trio.current_time)
 
     @classmethod
@@ -77,8 +78,10 @@ class LegFailure:
                 "the engine cannot be reached",
                 transient=True,
                 unreached=True,
+                lost=True,
             )
-        return cls(condition, phase, engine, role, f"{type(exc).__name__}: {exc}", transient=True)
+        lost = isinstance(exc, ConnectionLost)
+        return cls(condition, phase, engine, role, f"{type(exc).__name__}: {exc}", transient=True, lost=lost)
 
     def outcome(self) -> Outcome:
         message = self.message or _FAULT_MESSAGE[self.condition].format(phase=self.role.value)

@@ -17,6 +17,7 @@ from narwhal_trio.protocol.relay import AssemblyFold, FoldRules, RelayFold
 from narwhal_trio.router.ending import server_timing
 from narwhal_trio.router.keepalive import STREAM_HEADERS
 from narwhal_trio.router.legs import EngineLeg, LegFailure, failure_of_response
+from narwhal_trio.scheduling.breaker import Evidence
 from narwhal_trio.types import Phase, Role
 from narwhal_trio.wire.client import WireError
 
@@ -145,6 +146,7 @@ class _Relay:
                 held_s += written_at - now
                 if written_at - now > _SLOW_CLIENT_S:
                     last_at = None  # the next gap is the client's doing, not the engine's
+                    run.client_held_s += written_at - now
                 now = written_at
             if fold.done or fold.fault is not None or data is None:
                 return fold.fault
@@ -269,6 +271,7 @@ async def relay(run: RequestRun, claim: Claim, leg: Leg, gate: PrefillGate | Non
                         status=fault.engine_status,
                         transient=fault.transient,
                     )
+                run.core.health.leg_passed(engine, Evidence.DECODE)
                 # The client has everything. What is left of the engine's body is its terminating chunk.
                 state.timer.deadline = trio.current_time() + _TAIL_S
                 await _drain_tail(exchange)

@@ -45,6 +45,9 @@ T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
+_CLIENT_HELD_S = 1.0
+"""An engine that was not read for longer than this may have had enough: whatever goes wrong with that leg is no evidence against it."""
+
 
 class RequestRun:
     """The running state of one request. Created at arrival; nothing of it outlives `run`."""
@@ -91,6 +94,8 @@ class RequestRun:
         self.keepalive: KeepAlive | None = None
         self.output_sent = False
         """True once the client may have seen output: from then on no attempt can be made again."""
+        self.client_held_s = 0.0
+        """For how long this client kept the router from reading its engine."""
         self.streaming = False
         """True once the response that has begun is an event stream."""
         self.abort_note = ""
@@ -299,6 +304,9 @@ class RequestRun:
     def _note_failure(self, failure: LegFailure, verdict: RetryVerdict, backoff_s: float) -> None:
         if failure.unreached:
             self.core.note_unreached(failure.engine)
+        if self.client_held_s < _CLIENT_HELD_S:
+            partner = self.producer if failure.role is Role.DECODE else None
+            self.core.health.leg_failed(failure, partner)
         retried = verdict is RetryVerdict.ALLOWED
         self.core.accounting.attempt_failed(
             self.record,

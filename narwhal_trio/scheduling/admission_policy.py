@@ -224,12 +224,16 @@ class AdmissionPolicy:
 
     def on_first_token(self, engine: Engine, handoff_s: float, now: float) -> None:
         """A decode engine sent its first token `handoff_s` after the prefill was over."""
+        engine.output_at = now
         self.handoff.observe(engine.id, handoff_s, now)
 
     def on_tokens(self, engine: Engine, tokens: int, gap_s: float | None, now: float) -> None:
         """`tokens` more came in one read. gap_s: time since the same request's last read with output; None if nobody was reading
         meanwhile because the client was slow, which says nothing about the engine."""
+        engine.output_at = now
         if gap_s is not None:
+            engine.gap_s += gap_s
+            engine.gap_tokens += tokens
             self.correction.observe(engine, tokens, gap_s, now)
 
     def on_completed(self, work: Work, output_tokens: int | None, now: float) -> None:

@@ -77,6 +77,19 @@ class Engine:
     decode_tokens: int = 0
     prefill_seconds: float = 0.0
     """Sum of the resident prefills' profiled times; 0 without a profile."""
+    gap_s: float = 0.0
+    gap_tokens: int = 0
+    """Tokens that came since `take_gaps`, and the sum of the waits for them; gaps that clients caused are left out."""
+    output_at: float = float("-inf")
+    """Instant of the last output of any request."""
+    prefilled: bool = False
+    """A prefill was placed here since the health pass last looked."""
+
+    def take_gaps(self) -> tuple[float, int]:
+        """Seconds waited and tokens got since the last call."""
+        taken = self.gap_s, self.gap_tokens
+        self.gap_s, self.gap_tokens = 0.0, 0
+        return taken
 
     @property
     def live(self) -> bool:
@@ -118,6 +131,7 @@ class Claim:
                 engine.prefill_seconds += self._seconds
             engine.prefills[work.rid] = work
             engine.prefill_tokens += self._tokens
+            engine.prefilled = True
         else:
             engine.decodes[work.rid] = work
             engine.decode_tokens += self._tokens

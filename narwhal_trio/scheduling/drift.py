@@ -1,0 +1,177 @@
+"""Engines that decode more slowly than their profiles say, compared with themselves and with their peers. Pure; the reference's K.6.
+
+Every monitoring pass adds one residual per decode engine: the mean token interval since the last pass over the profiled one. Residuals
+make windows of `window_s`; a window's mean is its score. An engine over its own band is put on probation, which makes it dearer, and
+evicted if that lasts. When half of the fleet is slow at once it is the load, the network or this router, so nobody is judged (the veto).
+
+What makes a residual worthless is left out, and the window begins anew: a prefill on the same engine, a router whose own timers are late.
+Gaps that a slow client caused are never measured in the first place.
+"""
+
+from __future__ import annotations
+
+import enum
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Final
+
+import attrs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from narwhal_trio.scheduling.fleet import Engine
+    from narwhal_trio.types import EngineId
+
+__all__ = ["Drift", "DriftSettings", "EngineDrift", "Finding", "Verdict"]
+
+_BASELINE_WEIGHT: Final = 0.25
+"""Weight of a healthy window in an engine's baseline."""
+_SCORED: Final = 3
+"""Scored engines from which on they can vouch for each other."""
+
+
+@attrs.frozen
+class DriftSettings:
+    """`recovery.health` of the configuration."""
+
+    window_s: float = 30.0
+    drift_band: float = 2.0
+    relative_band: float = 1.5
+    min_samples: int = 3
+    probation_windows: int = 3
+    evict_windows: int = 5
+    recovery_windows: int = 3
+    probation_penalty_s: float = 1.5
+
+
+class Verdict(enum.Enum):
+    """What a window changes. EVICT is a recommendation: the fleet may be unable to do without the engine."""
+
+    PROBATION = "probation"
+    EVICT = "evict"
+    RECOVERED = "recovered"
+
+
+@attrs.frozen
+class Finding:
+    """A verdict with the numbers behind it. score, band: measured over profiled token interval. windows: over (or under) it in a row."""
+
+    engine: EngineId
+    verdict: Verdict
+    score: float
+    band: float
+    windows: int
+
+
+@attrs.define(eq=False)
+class EngineDrift:
+    """One engine. ends_at: of the window, None before the first residual. scored_at: None if never. over, under: windows in a row.
+    scored, undersampled, pauses: counters."""
+
+    residuals: list[float] = attrs.Factory(list)
+    ends_at: float | None = None
+    score: float | None = None
+    scored_at: float | None = None
+    baseline: float | None = None
+    over: int = 0
+    under: int = 0
+    probation: bool = False
+    paused: bool = False
+    scored: int = 0
+    undersampled: int = 0
+    pauses: int = 0
+
+
+class Drift:
+    """Scores of one fleet. Sets `Engine.penalty_s` of engines on probation, nothing else."""
+
+    def __init__(self, settings: DriftSettings, engines: Iterable[Engine]) -> None:
+        self.settings = settings
+        self.engines = {engine.id: EngineDrift() for engine in engines}
+
+    def look(self, engine: Engine, now: float, *, late: bool = False) -> Finding | None:
+        """One pass over one engine: takes its tally of token gaps. late: this router's own timers were late since the last pass."""
+        gap_s, tokens = engine.take_gaps()
+        state = self.engines[engine.id]
+        paused = bool(engine.prefills or engine.prefilled) and bool(engine.decodes or tokens)
+        engine.prefilled = False
+        if paused or late:
+            if paused and not state.paused:
+                state.pauses += 1
+            state.paused = paused
+            state.residuals.clear()
+            state.ends_at = None
+            return None
+        state.paused = False
+        expected_s = (
+            0.0 if engine.profile is None else engine.profile.token_interval(engine.decode_tokens, len(engine.decodes))
+        )
+        if tokens and expected_s > 0:
+            state.residuals.append(gap_s / tokens / expected_s)
+            if state.ends_at is None:
+                state.ends_at = now + self.settings.window_s
+        if state.ends_at is None or now < state.ends_at:
+            return None
+        residuals, state.residuals, state.ends_at = state.residuals, [], None
+        if len(residuals) < self.settings.min_samples:
+            state.undersampled += 1
+            return None
+        return self._judge(engine, state, fmean(residuals), now)
+
+    def band(self, engine_id: EngineId) -> float:
+        """The score above which this engine drifts."""
+        return self.settings.drift_band * max(self.engines[engine_id].baseline or 1.0, 1.0)
+
+    def _judge(self, engine: Engine, state: EngineDrift, score: float, now: float) -> Finding | None:
+        settings = self.settings
+        peers = [other for iid, other in self.engines.items() if iid != engine.id]
+        state.score, state.scored_at = score, now
+        state.scored += 1
+        if state.baseline is None:
+            known = [peer.baseline for peer in peers if peer.baseline is not None]
+            state.baseline = median(known) if known else max(score, 1.0)
+        band = self.band(engine.id)
+        if score > band:
+            state.under = 0
+            if self._vetoed(engine.id, score, now):
+                return None
+            state.over += 1
+            if state.probation and state.over >= settings.evict_windows:
+                return Finding(engine.id, Verdict.EVICT, score, band, state.over)
+            if not state.probation and state.over >= settings.probation_windows:
+                state.probation = True
+                engine.penalty_s = settings.probation_penalty_s
+                return Finding(engine.id, Verdict.PROBATION, score, band, state.over)
+            return None
+        state.over = 0
+        state.under += 1
+        state.baseline += _BASELINE_WEIGHT * (score - state.baseline)
+        if state.probation and state.under >= settings.recovery_windows:
+            state.probation = False
+            engine.penalty_s = 0.0
+            return Finding(engine.id, Verdict.RECOVERED, score, band, state.under)
+        return None
+
+    def _vetoed(self, engine_id: EngineId, score: float, now: float) -> bool:
+        """At least half of the peers that were scored lately are over their bands, too, and this engine is not much worse than they are."""
+        lately = now - 2 * self.settings.window_s
+        scores = {
+            iid: other.score
+            for iid, other in self.engines.items()
+            if iid != engine_id and other.score is not None and (other.scored_at or 0.0) >= lately
+        }
+        over = sum(value > self.band(iid) for iid, value in scores.items())
+        if len(scores) + 1 < _SCORED or 2 * over < len(scores):
+            return False
+        return score <= self.settings.relative_band * median(scores.values())
+
+    def evicted(self, engine_id: EngineId) -> None:
+        """The engine was ejected for drift. It returns on probation, and has to earn its way out of it."""
+        state = self.engines[engine_id]
+        state.over = state.under = 0
+
+    def forget(self, engine: Engine) -> None:
+        """The engine was replaced by another process: nothing that was measured is about it."""
+        self.engines[engine.id] = EngineDrift()
+        engine.penalty_s = 0.0
+        engine.take_gaps()
