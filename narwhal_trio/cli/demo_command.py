@@ -217,7 +217,7 @@ async def _show(console: Console, router: Router, engines: Mapping[str, tuple[Si
         for sample in SAMPLES:
             status, answer = await _send(client, sample)
             await router.core.wait_idle()
-            row = router.core.recent[-1]
+            row = router.core.recent[-1].record
             right = status == sample.status and (sample.cut_after is None or row.terminal is Terminal.CANCELLED)
             passed &= right
             cells = {

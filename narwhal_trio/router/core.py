@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import random
 from collections import deque
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import trio
 
@@ -46,10 +46,11 @@ if TYPE_CHECKING:
     from narwhal_trio.observe.metrics import Sample
     from narwhal_trio.observe.record import Record
     from narwhal_trio.router.request import RequestRun
+    from narwhal_trio.scheduling.explain import Decision
     from narwhal_trio.scheduling.profile import Profile
     from narwhal_trio.wire.stream import Dialer, Stream
 
-__all__ = ["AdmissionSeat", "RouterCore", "TimedDialer"]
+__all__ = ["AdmissionSeat", "Ended", "RouterCore", "TimedDialer"]
 
 UNREACHED_S = 5.0
 """How long an engine that refused a connection is avoided where another can serve; liveness ejects it if it stays away."""
@@ -57,6 +58,13 @@ LOCAL_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOME
 """Why a connect fails on this side: no evidence about any engine."""
 RECENT = 256
 """Ended requests that `/narwhal/requests` still shows."""
+
+
+class Ended(NamedTuple):
+    """A request that is over, and how it was placed."""
+
+    record: Record
+    decisions: list[Decision]
 
 
 class AdmissionSeat:
@@ -147,9 +155,7 @@ class RouterCore:
         self.ledger = HandoffLedger()
         self.releases = Releases(self)
         self.policy = AdmissionPolicy(AdmissionSettings.of(config), self.fleet, self.ledger)
-        self.targets = (
-            Targets(ttft_s=config.slo.ttft_s, tpot_s=config.slo.tpot_s) if serving.admission == "predictive" else None
-        )
+        self.targets = Targets(ttft_s=config.slo.ttft_s, tpot_s=config.slo.tpot_s)
         self.sizer = Sizer(self, timed)
         self.retry_policy = RetryPolicy(serving.max_attempts, serving.retry_base_s, serving.retry_cap_s)
         self.retry_budget = RetryBudget(serving.retry_budget, serving.retry_replenish)
@@ -161,7 +167,9 @@ class RouterCore:
         )
         self._unreached_until: dict[EngineId, float] = {}
         self.running: dict[RequestId, RequestRun] = {}
-        self.recent: deque[Record] = deque(maxlen=RECENT)
+        self.recent: deque[Ended] = deque(maxlen=RECENT)
+        self.unserved = 0
+        """Placements for which no engine met the target."""
         self.retained = 0
         self.retained_high_water = 0
         self.inflight = 0

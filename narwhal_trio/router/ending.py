@@ -9,6 +9,7 @@ import trio
 from narwhal_trio.engines.dialect import Accounting
 from narwhal_trio.outcomes import Condition, Outcome
 from narwhal_trio.protocol.envelope import outcome_frame, outcome_response
+from narwhal_trio.router.core import Ended
 from narwhal_trio.types import AbortCause, Terminal
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def settle(run: RequestRun) -> None:
     if record.terminal is Terminal.COMPLETED and record.attempts == 1:
         core.retry_budget.deposit()
     core.journal.record(record)
-    core.recent.append(record)
+    core.recent.append(Ended(record, run.decisions))
     if core.events:
         core.events.publish(
             "request_ended",

@@ -37,6 +37,7 @@ def samples(core: RouterCore) -> Iterator[Sample]:
         "narwhal_kv_releases_running": core.releases.running,
         "narwhal_retry_credits": core.retry_budget.credits,
         "narwhal_retry_credits_spent_total": core.retry_budget.spent,
+        "narwhal_unserved_total": core.unserved,
         "narwhal_router_ready": int(core.arrival_hold() is None and not core.missing_engines()),
         "narwhal_ejected_instances": sum(Hold.EJECTED in engine.holds for engine in core.fleet),
     }

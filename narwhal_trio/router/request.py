@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from narwhal_trio.protocol.tokens import TokenLedger
     from narwhal_trio.router.core import RouterCore
     from narwhal_trio.router.release import HeldHandoff
+    from narwhal_trio.scheduling.explain import Decision
     from narwhal_trio.scheduling.ledger import HandoffEntry
 
 __all__ = ["RequestRun"]
@@ -86,6 +87,8 @@ class RequestRun:
         """Set once an exact count, asked for because the estimate could not decide, has come or failed."""
         self.excluded: dict[Role, set[EngineId]] = {Role.PREFILL: set(), Role.DECODE: set()}
         self.producer: EngineId | None = None
+        self.decisions: list[Decision] = []
+        """Every placement of this request, at most two an attempt."""
         self.held: HeldHandoff | None = None
         """The KV that waits for this request's decode leg, until an engine has taken it or nobody will."""
         self.outcome = Outcome(Condition.HOST_CANCELLED)

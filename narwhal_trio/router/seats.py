@@ -8,12 +8,13 @@ caller's `with` block a seat is owned by a local variable here, and given back i
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import trio
 
 from narwhal_trio.core.fifo import QueueFull
 from narwhal_trio.outcomes import Condition, Refusal
+from narwhal_trio.scheduling.explain import Decision
 from narwhal_trio.scheduling.placement import NoEngine, place
 from narwhal_trio.types import Phase, Role
 
@@ -24,8 +25,13 @@ if TYPE_CHECKING:
     from narwhal_trio.router.core import AdmissionSeat
     from narwhal_trio.router.request import RequestRun
     from narwhal_trio.scheduling.fleet import Claim, Engine
+    from narwhal_trio.scheduling.placement import Placement
+    from narwhal_trio.types import EngineId
 
 __all__ = ["admission_seat", "decode_seat", "prefill_seat"]
+
+
+_NOBODY: Final[frozenset[EngineId]] = frozenset()
 
 
 class _Seat(Protocol):
@@ -50,14 +56,15 @@ async def prefill_seat(run: RequestRun) -> Claim:
     attempt = run.record.attempts + 1
 
     def try_place() -> Claim | None:
-        engine = _placed(run, Role.PREFILL)
-        if engine is None:
+        placement = _placed(run, Role.PREFILL)
+        if placement is None:
             return None
-        now = trio.current_time()
+        engine, now = placement.engine, trio.current_time()
         _check_time_left(run, engine, now)
         judgement = core.policy.judge_placement(work, engine, now=now, arrived=run.arrived_at, attempt=attempt)
         if judgement.price is not None:
             run.record.admission_price = judgement.price
+        _note(run, Role.PREFILL, placement, attempt, now)
         if judgement.refusal is not None:
             raise judgement.refusal
         return core.fleet.claim(engine, Role.PREFILL, work)
@@ -72,10 +79,14 @@ async def decode_seat(run: RequestRun, until: float = math.inf) -> Claim:
     core, work = run.core, run.work
     assert work is not None
     run.phase = Phase.DECODE_SEAT
+    attempt = run.record.attempts + core.dialect.rendezvous  # where both seats are taken first, the attempt begins after that
 
     def try_place() -> Claim | None:
-        engine = _placed(run, Role.DECODE)
-        return None if engine is None else core.fleet.claim(engine, Role.DECODE, work)
+        placement = _placed(run, Role.DECODE)
+        if placement is None:
+            return None
+        _note(run, Role.DECODE, placement, attempt, trio.current_time())
+        return core.fleet.claim(placement.engine, Role.DECODE, work)
 
     claim = core.decode_queue.acquire_nowait(try_place)
     if claim is None:
@@ -93,32 +104,40 @@ async def decode_seat(run: RequestRun, until: float = math.inf) -> Claim:
     return claim
 
 
-def _placed(run: RequestRun, role: Role) -> Engine | None:
-    """The engine to use now, None to wait. Raises `Refusal`."""
+def _placed(run: RequestRun, role: Role) -> Placement | None:
+    """Where to go now, None to wait. Raises `Refusal`."""
     hold = run.core.hold(role)
     if hold is not None:
         raise hold
     assert run.work is not None
     try:
-        placement = place(
+        return place(
             run.core.fleet,
             run.work,
             role,
             exclude=run.core.avoided(role, run.excluded[role]),
             producer=run.producer,
             targets=run.core.targets,
+            other_roles=run.core.other_roles,
             stranded=run.core.ledger.stranded_tokens,
         )
     except NoEngine as exc:
         raise Refusal(Condition.NO_ENGINE, "no engine is available for this request", detail=str(exc)) from None
-    return None if placement is None else placement.engine
+
+
+def _note(run: RequestRun, role: Role, placement: Placement, attempt: int, now: float) -> None:
+    """Keep what the placement was decided by, for whoever asks about this request."""
+    assert run.work is not None
+    run.core.unserved += not placement.meets_targets
+    failed = frozenset(run.excluded[role]) if run.excluded[role] else _NOBODY
+    run.decisions.append(Decision(now, attempt, role, placement, failed, run.work.cached))
 
 
 def _check_time_left(run: RequestRun, engine: Engine, now: float) -> None:
     """Work that cannot be done in time is not begun: the deadline ends it here instead of on the engine."""
     if engine.profile is None or run.work is None:
         return
-    needs = engine.profile.prefill_seconds(run.work.input_tokens)
+    needs = engine.own_prefill_seconds(run.work) or 0.0
     left = run.lifetime.deadline_at - now
     if left < needs:
         raise Refusal(

@@ -8,6 +8,7 @@ import attrs
 import msgspec
 import trio
 
+from narwhal_trio.scheduling.explain import explain
 from narwhal_trio.scheduling.fleet import Hold
 from narwhal_trio.types import Endpoint, Role
 
@@ -64,6 +65,7 @@ def state_document(core: RouterCore) -> dict[str, Any]:
         "schema_version": 1,
         "journal_run": core.journal.run_id,
         **books,
+        "unserved": core.unserved,
         "token_accounting": {endpoint.value: core.dialect.accounting(endpoint).value for endpoint in Endpoint},
         "admission": {
             "mode": core.config.serving.admission,
@@ -134,15 +136,23 @@ def requests_document(core: RouterCore) -> dict[str, Any]:
             "duration_s": record.duration_s,
             "output_len": record.output_len,
         }
-        for record in reversed(core.recent)
+        for record, _ in reversed(core.recent)
     ]
     return {"running": [_brief(run, now) for run in core.running.values()], "recent": recent}
 
 
 def request_document(core: RouterCore, rid: RequestId) -> dict[str, Any] | None:
-    """One running or recently ended request with its timeline (seconds since arrival); None if it is neither."""
+    """One running or recently ended request with its timeline (seconds since arrival) and its placements, each with every candidate's
+    price and why it lost; None if it is neither."""
     run = core.running.get(rid)
-    if run is None:
-        ended = next((record for record in core.recent if record.rid == rid), None)
-        return None if ended is None else {"id": rid, "ended": True, **msgspec.to_builtins(ended)}
-    return {**_brief(run, trio.current_time()), "milestones": run.record.milestones}
+    if run is not None:
+        record, decisions, document = run.record, run.decisions, _brief(run, trio.current_time())
+        document["milestones"] = record.milestones
+    else:
+        ended = next((ended for ended in core.recent if ended.record.rid == rid), None)
+        if ended is None:
+            return None
+        record, decisions = ended
+        document = {"id": rid, "ended": True, **msgspec.to_builtins(record)}
+    document["placements"] = [explain(decision, record.arrived) for decision in decisions]
+    return document

@@ -6,20 +6,23 @@ Sums are kept incrementally, so that a placement looks at a few numbers per engi
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import attrs
 
 from narwhal_trio.types import EngineId, Role
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from typing import Self
 
     from narwhal_trio.scheduling.profile import Profile
     from narwhal_trio.types import RequestId
 
 __all__ = ["Claim", "ClaimWatch", "Engine", "Fleet", "Hold", "Work"]
+
+
+_NOTHING_CACHED: Final[Mapping[EngineId, int]] = {}
 
 
 class Hold(enum.Enum):
@@ -37,7 +40,8 @@ class Work:
     """What one request asks of the fleet, in tokens. Mutable: sizing replaces the estimate, output grows while it streams.
 
     input_tokens: prompt length, an estimate until `exact`. wanted_tokens: the client's limit, None if it set none.
-    output_tokens: output of the current attempt; claims count it.
+    output_tokens: output of the current attempt; claims count it. cached: leading tokens of the prompt that engines hold already, where
+    they report it; replaced as a whole, never changed.
     """
 
     rid: RequestId
@@ -45,6 +49,11 @@ class Work:
     wanted_tokens: int | None = None
     exact: bool = False
     output_tokens: int = 0
+    cached: Mapping[EngineId, int] = _NOTHING_CACHED
+
+    def cached_on(self, engine: EngineId) -> int:
+        """Tokens of the prompt that need no prefill on this engine."""
+        return self.cached.get(engine, 0) if self.cached else 0
 
     @property
     def length(self) -> int:
@@ -98,6 +107,18 @@ class Engine:
     def residents(self, role: Role) -> int:
         return len(self.prefills if role is Role.PREFILL else self.decodes)
 
+    def own_prefill_seconds(self, work: Work) -> float | None:
+        """Time of this prefill by itself: warm where the prefix is cached here and that was measured, else cold; None without a profile."""
+        profile = self.profile
+        if profile is None:
+            return None
+        cached = work.cached_on(self.id)
+        if cached:
+            warm = profile.cached_prefill_seconds(cached, work.input_tokens - cached)
+            if warm is not None:
+                return warm
+        return profile.prefill_seconds(work.input_tokens)
+
     def has_seat(self, role: Role) -> bool:
         seats = self.prefill_seats if role is Role.PREFILL else self.decode_seats
         return seats == 0 or self.residents(role) < seats
@@ -126,9 +147,8 @@ class Claim:
         self.released = False
         self._seconds = 0.0
         if role is Role.PREFILL:
-            if engine.profile is not None:
-                self._seconds = engine.profile.prefill_seconds(work.input_tokens)
-                engine.prefill_seconds += self._seconds
+            self._seconds = engine.own_prefill_seconds(work) or 0.0
+            engine.prefill_seconds += self._seconds
             engine.prefills[work.rid] = work
             engine.prefill_tokens += self._tokens
             engine.prefilled = True

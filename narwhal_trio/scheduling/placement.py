@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 
@@ -13,9 +14,9 @@ from narwhal_trio.types import EngineId, Role
 if TYPE_CHECKING:
     from collections.abc import Mapping, Set as AbstractSet
 
-    from narwhal_trio.scheduling.fleet import Engine, Fleet, Work
+    from narwhal_trio.scheduling.fleet import Engine, Fleet, Hold, Work
 
-__all__ = ["NoEngine", "Placement", "Targets", "place"]
+__all__ = ["NoEngine", "Order", "Passed", "Placement", "Targets", "place"]
 
 
 class NoEngine(Exception):  # noqa: N818 - an answer to the caller, who turns it into a refusal
@@ -36,13 +37,34 @@ class Targets:
     tpot_s: float
 
 
+class Passed(enum.Enum):
+    """Why an engine of the wanted role was not priced."""
+
+    HELD = "held"
+    EXCLUDED = "excluded"
+    PRODUCER = "producer"
+    NO_SEAT = "no_seat"
+
+
+Cost: TypeAlias = tuple[float, float]
+Order: TypeAlias = tuple[bool, bool, Cost, "EngineId"]
+"""By what candidates are compared, least first: KV memory full, target missed, cost pair, id."""
+
+
 @attrs.frozen
 class Placement:
-    """A chosen engine and the cost pair (lower is better) by which it won. meets_targets: False if no free engine would meet them."""
+    """A chosen engine, the cost pair (lower is better) by which it won, and whom it won against.
+
+    meets_targets: False if no free engine would meet them. priced: every candidate with its order. passed: engines of the role that were
+    no candidates, each with the holds that it had. profiled: the costs are seconds and room under the TPOT target, else tokens.
+    """
 
     engine: Engine
-    cost: tuple[float, float]
+    cost: Cost
     meets_targets: bool = True
+    priced: tuple[Order, ...] = attrs.field(default=(), eq=False, repr=False)
+    passed: tuple[tuple[EngineId, Passed, tuple[Hold, ...]], ...] = attrs.field(default=(), eq=False, repr=False)
+    profiled: bool = attrs.field(default=False, eq=False, repr=False)
 
 
 def place(
@@ -58,35 +80,53 @@ def place(
 ) -> Placement | None:
     """Choose the engine with the least resident work; None if every candidate's seats are taken.
 
-    Cost pairs (the reference's K.3): a prefill prefers engines without resident decode tokens, then the shortest prefill backlog; a
-    decode prefers engines without resident prefills, then the fewest KV tokens held, or with `targets` the most room under the TPOT
-    target. Profiles count only if every candidate has one. Engines that meet the target come before those that don't; ties go to the
-    smaller id. A decode avoids the engine that prefilled it if another can take it. A prefill avoids engines whose KV memory cannot hold
-    it beside what is `stranded` there (tokens that nobody will decode, per engine), where a profile says how much they have.
+    Cost pairs (the reference's K.3): a prefill prefers engines without resident decode tokens, then the shortest prefill backlog with its
+    own prefill, which is shorter where its prefix is cached; a decode prefers engines without resident prefills, then the fewest KV
+    tokens held, or with `targets` the most room under the TPOT target. Profiles count only if every candidate has one. Engines that meet
+    the target come before those that don't; ties go to the smaller id. A decode avoids the engine that prefilled it if another can take
+    it. A prefill avoids engines whose KV memory cannot hold it beside what is `stranded` there (tokens that nobody will decode, per
+    engine), where a profile says how much they have.
 
     other_roles: where no engine of this role is left, take an unpinned one of the other. Raises `NoEngine` if waiting cannot help.
     """
-    live = fleet.live(role)
-    pool = [engine for engine in live if engine.id not in exclude]
+    pool: list[Engine] = []
+    passed: list[tuple[EngineId, Passed, tuple[Hold, ...]]] = []
+    live = False
+    for engine in fleet:
+        if engine.role is not role:
+            continue
+        if engine.holds:
+            passed.append((engine.id, Passed.HELD, tuple(engine.holds)))
+            continue
+        live = True
+        if engine.id in exclude:
+            passed.append((engine.id, Passed.EXCLUDED, ()))
+        else:
+            pool.append(engine)
     if not pool and other_roles:
         pool = [e for e in fleet.live() if e.role is not role and not e.pinned and e.id not in exclude]
     if not pool:
-        raise NoEngine(role, excluded=bool(live))
+        raise NoEngine(role, excluded=live)
     if producer is not None and len(pool) > 1:
-        pool = [engine for engine in pool if engine.id != producer]
+        others = [engine for engine in pool if engine.id != producer]
+        if len(others) < len(pool):
+            pool = others
+            passed.append((producer, Passed.PRODUCER, ()))
     profiled = all(engine.profile is not None for engine in pool)
     cost_of = _prefill_cost if role is Role.PREFILL else _decode_cost
-    best: Placement | None = None
-    best_order: tuple[bool, bool, tuple[float, float], EngineId] | None = None
+    priced: list[Order] = []
     for engine in pool:
-        if not engine.has_seat(role):
-            continue
-        cost, meets = cost_of(engine, work, targets, profiled=profiled)
-        crowded = role is Role.PREFILL and _crowded(engine, work, stranded)
-        order = (crowded, not meets, cost, engine.id)
-        if best_order is None or order < best_order:
-            best, best_order = Placement(engine, cost, meets), order
-    return best
+        if engine.has_seat(role):
+            cost, meets = cost_of(engine, work, targets, profiled=profiled)
+            crowded = role is Role.PREFILL and _crowded(engine, work, stranded)
+            priced.append((crowded, not meets, cost, engine.id))
+        else:
+            passed.append((engine.id, Passed.NO_SEAT, ()))
+    if not priced:
+        return None
+    _, misses, cost, chosen = min(priced)
+    by_target = profiled and (role is Role.PREFILL or targets is not None)
+    return Placement(fleet.engines[chosen], cost, not misses, tuple(priced), tuple(passed), by_target)
 
 
 def _crowded(engine: Engine, work: Work, stranded: Mapping[EngineId, int] | None) -> bool:
@@ -97,19 +137,18 @@ def _crowded(engine: Engine, work: Work, stranded: Mapping[EngineId, int] | None
     return lost + engine.prefill_tokens + engine.decode_tokens + work.input_tokens > engine.profile.kv_capacity_tokens
 
 
-_Cost = tuple[tuple[float, float], bool]
-
-
-def _prefill_cost(engine: Engine, work: Work, targets: Targets | None, *, profiled: bool) -> _Cost:
-    if not profiled or engine.profile is None:
+def _prefill_cost(engine: Engine, work: Work, targets: Targets | None, *, profiled: bool) -> tuple[Cost, bool]:
+    own = engine.own_prefill_seconds(work) if profiled else None
+    if own is None:
         # Tokens and seconds don't compare: a penalty just makes an engine the last choice.
-        backlog = math.inf if engine.penalty_s else float(engine.prefill_tokens + work.input_tokens)
+        left = work.input_tokens - work.cached_on(engine.id)
+        backlog = math.inf if engine.penalty_s else float(engine.prefill_tokens + left)
         return (float(engine.decode_tokens), backlog), True
-    seconds = engine.prefill_seconds + engine.profile.prefill_seconds(work.input_tokens) + engine.penalty_s
+    seconds = engine.prefill_seconds + own + engine.penalty_s
     return (float(engine.decode_tokens), seconds), targets is None or seconds <= targets.ttft_s
 
 
-def _decode_cost(engine: Engine, work: Work, targets: Targets | None, *, profiled: bool) -> _Cost:
+def _decode_cost(engine: Engine, work: Work, targets: Targets | None, *, profiled: bool) -> tuple[Cost, bool]:
     if not profiled or engine.profile is None or targets is None:
         return (float(engine.prefill_tokens), float(engine.decode_tokens + work.length)), True
     overload = decode_overload(

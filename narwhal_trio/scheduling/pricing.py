@@ -83,7 +83,7 @@ class Price:
 
 def own_prefill_seconds(engine: Engine, work: Work) -> float | None:
     """This request's own prefill on an engine; None without a profile."""
-    return None if engine.profile is None else engine.profile.prefill_seconds(work.input_tokens)
+    return engine.own_prefill_seconds(work)
 
 
 def price_on(

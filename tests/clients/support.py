@@ -80,7 +80,7 @@ class Served:
     def settled(self) -> list[Any]:
         """Records of the requests that have ended so far, oldest first, once none is running."""
         trio.from_thread.run(self.router.core.wait_idle, trio_token=self.token)
-        return self.do(lambda: list(self.router.core.recent))
+        return self.do(lambda: [ended.record for ended in self.router.core.recent])
 
     def engine_calls(self) -> int:
         """Decode legs that engines have seen."""
