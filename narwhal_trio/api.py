@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,11 @@ import trio
 from narwhal_trio.config import ConfigError, Problem, RouterConfig, load_config, read_credentials
 from narwhal_trio.control.plane import ControlPlane, prepare
 from narwhal_trio.edge.asgi import AsgiApp
-from narwhal_trio.edge.listen import open_listeners, serve, server_context
+from narwhal_trio.edge.front import Front, edge_settings, open_front
+from narwhal_trio.edge.listen import serve
 from narwhal_trio.edge.memory import MemoryInbound, MemorySink
 from narwhal_trio.edge.routes import Application
-from narwhal_trio.edge.settings import EdgeSettings, EdgeState
+from narwhal_trio.edge.settings import EdgeState
 from narwhal_trio.observe.accounting import Accounting
 from narwhal_trio.observe.journal import Journal
 from narwhal_trio.protocol.identity import Authenticator, KeyRing, KeysError, parse_keys
@@ -32,7 +34,6 @@ from narwhal_trio.types import AbortCause, Endpoint, RequestId
 from narwhal_trio.wire.stream import SocketDialer
 
 if TYPE_CHECKING:
-    import ssl
     from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
     from typing import Self
 
@@ -147,47 +148,32 @@ class Router:
     @property
     def asgi(self) -> AsgiApp:
         """ASGI 3 application that shares this router, for hypercorn's trio worker."""
-        settings = self._edge_settings()
-        return AsgiApp(self._app, settings=settings, state=self.edge_state)
+        return AsgiApp(self._app, settings=edge_settings(self.config, tls=False), state=self.edge_state)
 
     async def serve(
-        self, binds: Sequence[str] | None = None, *, task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED
+        self,
+        binds: Sequence[str] | Front | None = None,
+        *,
+        task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Listen for HTTP until cancelled or stopped, in the caller's task. `started()` gives the URLs once clients can connect.
 
-        binds: `HOST:PORT`, `[v6]:PORT` or `unix:PATH`; None takes `server.bind`. Raises `OSError` for an address that can't be used.
+        binds: `HOST:PORT`, `[v6]:PORT` or `unix:PATH`; None takes `server.bind`; or what `open_front` opened before there was a router.
+        Raises `OSError` for an address that can't be used.
         """
-        server = self.config.server
-        settings = self._edge_settings(
-            lane=server.lane, tls_certfile=server.tls_certfile, tls_keyfile=server.tls_keyfile
-        )
-        tls = server_context(settings)
-        opened = await open_listeners(self.config.binds if binds is None else binds, tls=tls is not None)
+        front = binds if isinstance(binds, Front) else await open_front(self.config, binds)
         async with trio.open_nursery() as nursery:
-            await nursery.start(self._serve_on, opened, settings, tls)
-            task_status.started([listener.url for listener in opened])
+            await nursery.start(
+                partial(serve, front.listeners, self._app, front.settings, self.edge_state, tls=front.tls)
+            )
+            task_status.started(front.urls)
 
     async def serve_on(
         self, listeners: Sequence[Listener], *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
         """As `serve`, on listeners that the caller made, such as those of an in-memory network. Closes them when it ends."""
-        settings = self._edge_settings()
-        await self._serve_on(listeners, settings, None, task_status=task_status)
-
-    def _edge_settings(self, **changes: Any) -> EdgeSettings:
-        # A client that is a whole body too far into its upload must still be able to read that it is too large.
-        linger = max(1 << 20, 2 * self.config.serving.max_request_bytes)
-        return EdgeSettings(write_timeout_s=self.config.server.write_timeout_s, linger_bytes=linger, **changes)
-
-    async def _serve_on(
-        self,
-        listeners: Sequence[Listener],
-        settings: EdgeSettings,
-        tls: ssl.SSLContext | None,
-        *,
-        task_status: trio.TaskStatus[None],
-    ) -> None:
-        await serve(listeners, self._app, settings, self.edge_state, tls=tls, task_status=task_status)
+        settings = edge_settings(self.config, tls=False)
+        await serve(listeners, self._app, settings, self.edge_state, task_status=task_status)
 
     async def complete(
         self,
@@ -304,6 +290,7 @@ async def open_router(
         config = load_config(config, environ=environ)
     credentials = read_credentials(config, environ)
     prepared = prepare(config, lease=lease, threads=threads)
+    profiles = _profiles(config)
     ring = _key_ring(config)
     authenticator = Authenticator.of(
         config.auth.mode, ring.clients, config.auth.trusted_header, config.auth.trusted_proxies
@@ -323,7 +310,7 @@ async def open_router(
             journal,
             authenticator=authenticator,
             weights=ring.weights,
-            profiles=_profiles(config),
+            profiles=profiles,
             credential=credentials.engine_api_key,
             seed=seed,
         )

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from narwhal_trio.api import open_router
 from narwhal_trio.config import ConfigError, RouterConfig, parse_config
+from narwhal_trio.core.descriptors import raise_file_limit
 from narwhal_trio.engine_sim import EngineConfig, MemoryFabric, SimEngine
 from narwhal_trio.observe import log as logging
 from narwhal_trio.protocol.sse import SseParser
@@ -57,6 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     logging.configure("error")
+    raise_file_limit()
     code = 1
     try:
         code = trio.run(_demo, args.bind, args.once)

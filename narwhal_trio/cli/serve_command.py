@@ -13,6 +13,8 @@ import trio
 from narwhal_trio.api import open_router
 from narwhal_trio.cli.common import add_config_argument, load_or_complain
 from narwhal_trio.config import ConfigError
+from narwhal_trio.core.descriptors import raise_file_limit
+from narwhal_trio.edge.front import open_front
 from narwhal_trio.observe import log as logging
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     logging.configure(args.log_level, json=True if args.log_json else None)
     for note in config.notes:
         log.warning("configuration", note=note)
+    raise_file_limit()
     try:
         return trio.run(serve, config)
     except ConfigError as exc:  # what only shows when credentials, keys and leases are looked for
@@ -71,28 +74,21 @@ async def serve(config: RouterConfig) -> int:
     First signal: readiness is withdrawn, new work gets a 503, what runs may finish within `serving.graceful_timeout_s`, then reads a
     truthful last word. Second signal: end at once.
     """
-    failure: OSError | None = None
     code = 0
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals, await open_front(config) as front:
         async with open_router(config) as router, trio.open_nursery() as nursery:
-            try:
-                urls: list[str] = await nursery.start(router.serve)
-            except OSError as exc:
-                failure = exc
-            else:
-                nursery.start_soon(_collect_garbage, router)
-                for url in urls:
-                    print(f"ready on {url}", file=sys.stderr, flush=True)
-                first = await anext(signals)
-                log.info("draining", signal=signal.Signals(first).name, running=len(router.core.running))
-                nursery.start_soon(_drain, router, nursery.cancel_scope)
-                second = await anext(signals, None)
-                if second is not None:
-                    log.warning("ending at once", signal=signal.Signals(second).name)
-                    code = 130 if second == signal.SIGINT else 1
+            urls: list[str] = await nursery.start(router.serve, front)
+            nursery.start_soon(_collect_garbage, router)
+            for url in urls:
+                print(f"ready on {url}", file=sys.stderr, flush=True)
+            first = await anext(signals)
+            log.info("draining", signal=signal.Signals(first).name, running=len(router.core.running))
+            nursery.start_soon(_drain, router, nursery.cancel_scope)
+            second = await anext(signals, None)
+            if second is not None:
+                log.warning("ending at once", signal=signal.Signals(second).name)
+                code = 130 if second == signal.SIGINT else 1
             nursery.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
     return code
 
 

@@ -19,11 +19,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, Spinne
 from rich.table import Table
 from rich.text import Text
 
+from narwhal_trio.core.descriptors import raise_file_limit
 from narwhal_trio.observe.log import printable
 from narwhal_trio.stress.bounds import BOUNDS, verdicts
 from narwhal_trio.stress.engines import add_pace_arguments, engine_address, pace_of, seconds
 from narwhal_trio.stress.launch import engines_process, router_config, router_process
-from narwhal_trio.stress.machine import raise_file_limit
 from narwhal_trio.stress.page import render_html
 from narwhal_trio.stress.plan import Mix
 from narwhal_trio.stress.plots import PlotsMissing, check_plots, figures, write_pngs

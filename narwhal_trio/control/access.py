@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from narwhal_trio.engines.dialect import dialect_for
 from narwhal_trio.engines.handoff import rendezvous
-from narwhal_trio.router.core import TimedDialer
 from narwhal_trio.scheduling.ledger import HandoffLedger
 from narwhal_trio.wire.client import Wire
+from narwhal_trio.wire.dial import TimedDialer
 from narwhal_trio.wire.stream import parse_address
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from narwhal_trio.protocol.relay import AssemblyFold, FoldRules
 from narwhal_trio.protocol.request import parse_request
 from narwhal_trio.types import Endpoint, Role
 from narwhal_trio.wire.client import WireError
+from narwhal_trio.wire.errors import NoRoom
 
 if TYPE_CHECKING:
     from narwhal_trio.control.access import EngineAccess
@@ -34,7 +35,14 @@ ANSWER_LIMIT: Final = 1024 * 1024
 
 
 class CallFailed(Exception):  # noqa: N818 - a verdict about an engine
-    """An engine could not be reached, refused, or answered something else than was asked for. The text names it."""
+    """An engine could not be reached, refused, or answered something else than was asked for. The text names it.
+
+    asked: False where this process had no room for the connection, which says nothing about the engine.
+    """
+
+    def __init__(self, text: str, *, asked: bool = True) -> None:
+        super().__init__(text)
+        self.asked = asked
 
 
 @attrs.define
@@ -79,7 +87,7 @@ class EngineCalls:
             async with self._exchange(engine, leg) as exchange:
                 body = await exchange.read_all(ANSWER_LIMIT)
         except WireError as exc:
-            raise CallFailed(f"{engine}: {exc}") from None
+            raise CallFailed(f"{engine}: {exc}", asked=not isinstance(exc, NoRoom)) from None
         if exchange.status != 200:
             raise CallFailed(f"{engine}: {what} answered {exchange.status}: {_text(body)}")
         return body
@@ -141,7 +149,7 @@ class EngineCalls:
                         output.tokens = fold.ledger.count
                         output.marks.append((now, output.tokens))
         except WireError as exc:
-            raise CallFailed(f"{engine}: {exc}") from None
+            raise CallFailed(f"{engine}: {exc}", asked=not isinstance(exc, NoRoom)) from None
         if fold.fault is not None:
             raise CallFailed(f"{engine}: decode: {fold.fault.detail}")
         if not output.marks:

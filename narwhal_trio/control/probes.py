@@ -17,6 +17,7 @@ from narwhal_trio.control.calls import ANSWER_LIMIT, CallFailed, EngineCalls
 from narwhal_trio.engines.answers import AnswerInvalid, read_count
 from narwhal_trio.scheduling.ledger import HandoffResult
 from narwhal_trio.wire.control import WireTransport
+from narwhal_trio.wire.errors import NoRoom
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -127,7 +128,8 @@ class EngineProbes:
             try:
                 return await ask()
             except httpx.HTTPError as exc:
-                return Probe(ProbeResult.FAILED, str(exc) or type(exc).__name__)
+                result = ProbeResult.INCONCLUSIVE if isinstance(exc.__cause__, NoRoom) else ProbeResult.FAILED
+                return Probe(result, str(exc) or type(exc).__name__)
         waited = trio.current_time() - started
         pool = self._access.control_wire.statistics(self._access.addresses[engine])
         if waited > limit_s * LATE:
@@ -192,7 +194,7 @@ class _HandoffCheck:
             try:
                 return await work()
             except CallFailed as exc:
-                return Probe(ProbeResult.FAILED, str(exc))
+                return Probe(ProbeResult.FAILED if exc.asked else ProbeResult.INCONCLUSIVE, str(exc))
         return Probe(ProbeResult.SILENT, f"{engine}: no answer within {limit_s:g} s")
 
     async def _prefill(self, meeting: Rendezvous | None) -> Handoff | None:

@@ -10,6 +10,7 @@ import trio
 
 from narwhal_trio.ha.handoff import HandoffUnusable, read_handoff
 from narwhal_trio.wire.control import WireTransport
+from narwhal_trio.wire.errors import NoRoom
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,6 +50,7 @@ class PrimaryWatch:
         self._url = url
         self._wall = wall
         self.misses = 0
+        self._asked = True
         self.answered_at: float | None = None
         self.document: HandoffDocument | None = None
         self.received_at: float | None = None
@@ -58,7 +60,7 @@ class PrimaryWatch:
     async def poll(self) -> None:
         """One poll, bounded by twice `ANSWER_S`. Never raises but `trio.Cancelled`."""
         if not await self._in_control():
-            self.misses += 1
+            self.misses += self._asked  # what this router could not ask says nothing about the primary
             return
         self.misses = 0
         self.answered_at = trio.current_time()
@@ -98,10 +100,12 @@ class PrimaryWatch:
         self.problem = ""
 
     async def _get(self, path: str) -> httpx.Response | None:
+        self._asked = True
         with trio.move_on_after(ANSWER_S):
             try:
                 return await self._client.get(self._url + path)
             except httpx.HTTPError as exc:
+                self._asked = not isinstance(exc.__cause__, NoRoom)
                 self.problem = f"{path}: {str(exc) or type(exc).__name__}"
                 return None
         self.problem = f"{path}: no answer within {ANSWER_S:g} s"

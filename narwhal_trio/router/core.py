@@ -5,7 +5,6 @@ A `RouterCore` exists only inside `open_router()`; it starts no task and holds n
 
 from __future__ import annotations
 
-import errno
 import random
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -31,8 +30,8 @@ from narwhal_trio.scheduling.placement import Targets
 from narwhal_trio.scheduling.readiness import Readiness
 from narwhal_trio.scheduling.retry import RetryBudget, RetryPolicy
 from narwhal_trio.types import AbortCause, EngineId, RequestId, Role
-from narwhal_trio.wire.client import ConnectFailed, Wire
-from narwhal_trio.wire.errors import NoRoom
+from narwhal_trio.wire.client import Wire
+from narwhal_trio.wire.dial import TimedDialer
 from narwhal_trio.wire.stream import Address, parse_address
 
 if TYPE_CHECKING:
@@ -48,14 +47,12 @@ if TYPE_CHECKING:
     from narwhal_trio.router.request import RequestRun
     from narwhal_trio.scheduling.explain import Decision
     from narwhal_trio.scheduling.profile import Profile
-    from narwhal_trio.wire.stream import Dialer, Stream
+    from narwhal_trio.wire.stream import Dialer
 
-__all__ = ["AdmissionSeat", "Ended", "RouterCore", "TimedDialer"]
+__all__ = ["AdmissionSeat", "Ended", "RouterCore"]
 
 UNREACHED_S = 5.0
 """How long an engine that refused a connection is avoided where another can serve; liveness ejects it if it stays away."""
-LOCAL_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
-"""Why a connect fails on this side: no evidence about any engine."""
 RECENT = 256
 """Ended requests that `/narwhal/requests` still shows."""
 
@@ -82,24 +79,6 @@ class AdmissionSeat:
     def __exit__(self, *_exc: object) -> None:
         self._core.inflight -= 1
         self._core.admission.pump()
-
-
-class TimedDialer:
-    """Bounds each connect by `engine.connect_timeout_s`, so that a black hole costs no more than that."""
-
-    def __init__(self, dialer: Dialer, timeout_s: float) -> None:
-        self._dialer = dialer
-        self._timeout_s = timeout_s
-
-    async def dial(self, address: Address) -> Stream:
-        with trio.move_on_after(self._timeout_s):
-            try:
-                return await self._dialer.dial(address)
-            except OSError as exc:
-                if exc.errno in LOCAL_ERRORS:
-                    raise NoRoom(f"no connection can be opened here: {exc.strerror}") from exc
-                raise
-        raise ConnectFailed(f"no connection within {self._timeout_s:g} s (engine.connect_timeout_s)")
 
 
 class RouterCore:

@@ -14,6 +14,7 @@ import trio
 from narwhal_trio.engines.answers import AnswerInvalid, read_count
 from narwhal_trio.scheduling.saturation import SizingDelays
 from narwhal_trio.wire.client import Wire, WireError
+from narwhal_trio.wire.errors import NoRoom
 
 if TYPE_CHECKING:
     from narwhal_trio.engines.dialect import Leg
@@ -102,6 +103,8 @@ class Sizer:
                     tokens = read_count(body)
                     self._backoff.pop(engine.id, None)
                     return tokens
+            except NoRoom:
+                return None  # no engine's fault
             except (WireError, AnswerInvalid):
                 status = 0
             self._failed(engine.id)

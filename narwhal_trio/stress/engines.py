@@ -18,10 +18,10 @@ import msgspec
 import trio
 
 from narwhal_trio.config.address import Bind, parse_bind
+from narwhal_trio.core.descriptors import raise_file_limit
 from narwhal_trio.edge.listen import open_listeners
 from narwhal_trio.stress.engine import EngineSettings, StressEngine
 from narwhal_trio.stress.lag import LagProbe
-from narwhal_trio.stress.machine import raise_file_limit
 from narwhal_trio.stress.plan import Pace
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["Usage", "raise_file_limit", "usage_of"]
+__all__ = ["Usage", "usage_of"]
 
 _PROC = Path("/proc")
 
@@ -25,17 +25,6 @@ class Usage(msgspec.Struct):
     rss_mib: float
     descriptors: int
     processes: int
-
-
-def raise_file_limit() -> int:
-    """Raise the soft limit of open files to the hard one; returns what it is now."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (ValueError, OSError):
-            return soft  # macOS knows limits that getrlimit does not show
-    return hard if hard != resource.RLIM_INFINITY else 1 << 30
 
 
 def usage_of(pid: int) -> Usage | None:

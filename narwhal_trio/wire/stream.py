@@ -78,7 +78,10 @@ async def _connect_tcp(host: str, port: int) -> socket.socket:
     family = _numeric_family(host)
     if family is not None:
         return await _connect(family, (host, port))
-    stream = await trio.open_tcp_stream(host, port)
+    try:
+        stream = await trio.open_tcp_stream(host, port)
+    except RuntimeError as exc:  # no thread can be started for the resolver
+        raise OSError(errno.ENOMEM, str(exc)) from exc
     # No checkpoint from here on: the descriptor changes its owner.
     found = stream.socket
     family, kind, proto = found.family, found.type, found.proto

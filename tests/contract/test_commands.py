@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import socket
 import subprocess
@@ -130,6 +131,81 @@ def test_a_port_in_use_is_exit_1(tmp_path: Path) -> None:
         done = run("engine", "--bind", bind)
         assert done.returncode == 1
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("trouble", ["port", "profiles", "keys", "credential", "certificate", "resume"])
+def test_a_router_that_cannot_start_leaves_nothing_behind(tmp_path: Path, trouble: str) -> None:
+    """No run in the journal that never served anybody, no lease claimed, no state written over."""
+    (tmp_path / "bad").write_text("no such thing")
+    bad = f'"{tmp_path}/bad"'
+    sections = {
+        "port": "",
+        "profiles": f"[profiles]\npath = {bad}\n",
+        "keys": f'[auth]\nmode = "api_keys"\nkeys_file = {bad}\n',
+        "credential": '[engine]\nengine_api_key_env = "NARWHAL_TEST_UNSET"\n',
+        "certificate": f"[server]\ntls_certfile = {bad}\ntls_keyfile = {bad}\n",
+        "resume": "",
+    }
+    state = f"[recovery]\nstate_path = {bad}\nresume = {'true' if trouble == 'resume' else 'false'}\n"
+    config = tmp_path / "router.toml"
+    config.write_text(
+        f'model = "m"\n[slo]\nttft_s = 2.0\ntpot_s = 0.1\n[serving]\nadmission = "open"\n{sections[trouble]}{state}'
+        f'[ha]\nbackend = "file"\nlease_path = "{tmp_path}/lease"\n[journal]\npath = "{tmp_path}/journal.jsonl"\n'
+        '[[engines]]\niid = "p"\nurl = "http://127.0.0.1:1"\nrole = "prefill"\n'
+        '[[engines]]\niid = "d"\nurl = "http://127.0.0.1:2"\nrole = "decode"\n'
+    )
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1] if trouble == "port" else 0
+        done = run("serve", "--config", str(config), "--bind", f"127.0.0.1:{port}")
+    assert done.returncode == (1 if trouble in ("port", "certificate") else 2), done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") <= 2, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad", "router.toml"]
+    assert (tmp_path / "bad").read_text() == "no such thing"
+
+
+def probes(client: httpx.Client) -> str:
+    lines = client.get("/metrics").text.splitlines()
+    return "\n".join(line for line in lines if line.startswith("narwhal_engine_probes_total{"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="takes descriptors away from a running process")
+def test_too_few_open_files_cost_clients_a_429_and_no_engine_its_place(tmp_path: Path) -> None:
+    """One engine goes by a name: the resolver runs out of descriptors, too, and calls the name unknown."""
+    with (
+        started("engine", "--bind", "127.0.0.1:0", "--name", "p") as (_, prefill),
+        started("engine", "--bind", "127.0.0.1:0", "--name", "d") as (_, decode),
+    ):
+        config = tmp_path / "router.toml"
+        config.write_text(
+            'model = "narwhal-sim"\n[slo]\nttft_s = 2.0\ntpot_s = 0.1\n[serving]\nadmission = "open"\n'
+            "[controller]\nmonitor_interval_s = 3.5\n"  # by then the last check's connection has ended
+            '[recovery]\nstate_path = ""\nliveness_every = 1\nliveness_misses = 1\n[recovery.health]\nwindow_s = 30.0\n'
+            f'[journal]\npath = "{tmp_path}/journal.jsonl"\n'
+            f'[[engines]]\niid = "p"\nurl = "{prefill.replace("127.0.0.1", "localhost")}"\nrole = "prefill"\n'
+            f'[[engines]]\niid = "d"\nurl = "{decode}"\nrole = "decode"\n'
+        )
+        with (
+            started("serve", "--config", str(config), "--bind", "127.0.0.1:0") as (process, url),
+            httpx.Client(base_url=url, timeout=30) as client,
+        ):
+            assert client.post("/v1/chat/completions", json=BODY).status_code == 200
+            time.sleep(4)  # idle connections to engines have ended
+            before = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (3, before[1]))  # what is open stays open
+            refused = client.post("/v1/chat/completions", json=BODY)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "saturated")
+            until = time.monotonic() + 20
+            while "inconclusive" not in (checks := probes(client)) and time.monotonic() < until:
+                time.sleep(0.2)
+            assert checks.count("inconclusive") == 2, checks
+            assert "failed" not in checks, checks
+            assert client.get("/ready").status_code == 200
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, before)
+            assert client.post("/v1/chat/completions", json=BODY).status_code == 200
+            assert client.get("/narwhal/state").json()["ejected"] == []
 
 
 def test_bad_configuration_is_exit_2_with_all_problems(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ import msgspec
 import pytest
 import trio
 
+from narwhal_trio.control.probes import ProbeResult
 from narwhal_trio.testing import World, run_world
+from narwhal_trio.types import EngineId, Role
 from tests.sim.fleet import CHAT, COMPLETIONS, chat, fleet
 from tests.sim.test_websocket import hear, say, websocket
 
@@ -65,6 +67,16 @@ def test_running_out_of_descriptors_is_said_and_blames_no_engine() -> None:
             world.network.dial = no_room  # type: ignore[method-assign, assignment]
             answer = await client.post(COMPLETIONS, {"prompt": "x"})
             assert (answer.status, answer.json()["error"]["code"]) == (429, "saturated")
+            liveness = f.router.control.liveness
+            await trio.sleep(60)  # several health checks, of which none can be made
+            for name in ("p0", "d0"):
+                assert liveness.misses(EngineId(name)) == 0
+                assert liveness.probed[name, "health", "inconclusive"] >= 5
+                assert (await f.router.control.probes.model(EngineId(name))).result is ProbeResult.INCONCLUSIVE
+            check = await f.router.control.probes.handoff(EngineId("p0"), EngineId("d0"))
+            assert check.result is ProbeResult.INCONCLUSIVE
+            assert f.router.core.avoided(Role.PREFILL, frozenset()) == frozenset()
+            assert (await client.get("/ready")).status == 200
             world.network.dial = dial  # type: ignore[method-assign]
             assert (await client.post(COMPLETIONS, {"prompt": "x", "max_tokens": 2})).status == 200
             client.disconnect()

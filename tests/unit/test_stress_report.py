@@ -12,10 +12,11 @@ import attrs
 import msgspec
 import pytest
 
+from narwhal_trio.core.descriptors import raise_file_limit
 from narwhal_trio.stress import plots
 from narwhal_trio.stress.bounds import BOUNDS, verdicts
 from narwhal_trio.stress.launch import router_config
-from narwhal_trio.stress.machine import raise_file_limit, usage_of
+from narwhal_trio.stress.machine import usage_of
 from narwhal_trio.stress.page import render_html
 from narwhal_trio.stress.records import Lag, Leg, LegEnd, Outcome, Seen
 from narwhal_trio.stress.report import (
