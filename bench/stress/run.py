@@ -16,10 +16,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,97 +27,26 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, not as a module
+
+from bench.peers.routers import ROOT, ROUTERS, Place, free_port
 from narwhal_trio.cli.stress_command import show
-from narwhal_trio.stress.engines import EngineInfo, EnginesReady
-from narwhal_trio.stress.launch import router_config
+from narwhal_trio.stress.engines import EnginesReady
 from narwhal_trio.stress.page import render_html
 from narwhal_trio.stress.plots import figures
 from narwhal_trio.stress.report import Report
 from narwhal_trio.stress.sections import comparison
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from narwhal_trio.stress.sections import Section
 
 HERE = Path(__file__).resolve().parent
-PEERS = HERE.parents[1] / ".peers"
+NAMES = [name for name in ROUTERS if name != "nginx"]  # which has no prefill leg to stress
 MODEL = "stress"
 DEFAULTS = ["--concurrency", "2000", "--requests", "6000", "--ramp", "12", "--plain", "100", "--settle", "20"]
 END_S = 10.0
-
-
-class Place:
-    """Where one router is to listen, and what it is to use."""
-
-    def __init__(self, port: int, folder: Path, engines: list[EngineInfo], concurrency: int) -> None:
-        self.port = port
-        self.folder = folder
-        self.engines = engines
-        self.concurrency = concurrency
-
-    def urls(self, role: str) -> list[str]:
-        return [engine.url for engine in self.engines if engine.role == role]
-
-
-def narwhal_trio(place: Place) -> list[str]:
-    config = place.folder / "router.toml"
-    config.write_text(
-        router_config(place.engines, MODEL, concurrency=place.concurrency, journal=place.folder / "journal.jsonl")
-    )
-    command = [sys.executable, "-m", "narwhal_trio", "serve", "--config", str(config)]
-    return [*command, "--bind", f"127.0.0.1:{place.port}", "--log-level", "warning"]
-
-
-def vllm_router(place: Place) -> list[str]:
-    command = [str(PEERS / "vllm-router/bin/vllm-router"), "--host", "127.0.0.1", "--port", str(place.port)]
-    command += ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", "round_robin"]
-    for url in place.urls("prefill"):
-        command += ["--prefill", url]
-    for url in place.urls("decode"):
-        command += ["--decode", url]
-    command += ["--worker-startup-timeout-secs", "30", "--worker-startup-check-interval", "1", "--log-level", "warning"]
-    return [*command, "--prometheus-port", str(free_port())]
-
-
-def sglang_router(place: Place) -> list[str]:
-    command = [str(PEERS / "sglang-router/bin/python"), "-m", "sglang_router.launch_router", "--host", "127.0.0.1"]
-    command += ["--port", str(place.port), "--pd-disaggregation", "--policy", "round_robin"]
-    for url in place.urls("prefill"):
-        command += ["--prefill", url, "9000"]
-    for url in place.urls("decode"):
-        command += ["--decode", url]
-    command += ["--worker-startup-timeout-secs", "30", "--worker-startup-check-interval", "1", "--log-level", "warn"]
-    return [*command, "--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
-
-
-def narwhal_inference(place: Place) -> list[str]:
-    venv = PEERS / "narwhal-inference/bin"
-    engines = [f"{engine.role}={engine.url}" for engine in place.engines]
-    subprocess.run([venv / "python", HERE / "narwhal_fleet.py", place.folder, MODEL, *engines], check=True)
-    command = [str(venv / "narwhal-serve"), "--fleet", str(place.folder / "fleet.json"), "--host", "127.0.0.1"]
-    return [*command, "--port", str(place.port), "--log-level", "warning"]
-
-
-ROUTERS: dict[str, Callable[[Place], list[str]] | None] = {
-    "direct": None,
-    "narwhal-trio": narwhal_trio,
-    "vllm-router": vllm_router,
-    "sglang-router": sglang_router,
-    "narwhal-inference": narwhal_inference,
-}
-
-
-def free_port() -> int:
-    """Below the ephemeral range, where connections of an earlier run would still wait for their end."""
-    for port in random.Random().sample(range(20000, 30000), 200):
-        with socket.socket() as sock:
-            try:
-                sock.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise OSError("no free port between 20000 and 30000")
 
 
 class Bench:
@@ -142,7 +69,10 @@ class Bench:
         """A process while the block runs, with all that it starts."""
         with log.open("wb") as out:
             where = {"stdout": out, "stderr": out, "stdin": subprocess.DEVNULL, **pipes}
-            process = subprocess.Popen(self.placed(command, cpu), start_new_session=True, cwd=log.parent, **where)  # type: ignore[call-overload]
+            environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # this checkout's code, whatever is installed
+            process = subprocess.Popen(  # type: ignore[call-overload]
+                self.placed(command, cpu), start_new_session=True, cwd=log.parent, env=environment, **where
+            )
         try:
             yield process
         finally:
@@ -154,7 +84,7 @@ class Bench:
 
     def one(self, name: str, label: str) -> Report | None:
         """One router through one run; None if it never served."""
-        build, out = ROUTERS[name], self.args.out / f"{label.replace(' ', '-')}.json"
+        build, out = ROUTERS[name].build, self.args.out / f"{label.replace(' ', '-')}.json"
         out.unlink(missing_ok=True)
         roles = ["any=127.0.0.1:0"] if build is None else ["prefill=127.0.0.1:0", "decode=127.0.0.1:0"]
         engines = [sys.executable, "-m", "narwhal_trio.stress.engines", *roles, "--model", MODEL, "--until-eof"]
@@ -167,7 +97,7 @@ class Bench:
             infos = msgspec.json.decode(process.stdout.readline(), type=EnginesReady).engines
             url, extra = infos[0].url, []
             if build is not None:
-                place = Place(free_port(), folder, infos, self.concurrency)
+                place = Place(free_port(), folder, infos, MODEL, self.concurrency)
                 url = f"http://127.0.0.1:{place.port}"
                 router = stack.enter_context(self.process(build(place), 1, folder / "router.log"))
                 extra = ["--pid", str(router.pid)]
@@ -201,7 +131,7 @@ def markdown(section: Section) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--routers", default=",".join(ROUTERS), help=f"of {', '.join(ROUTERS)}; default: all that are installed"
+        "--routers", default=",".join(NAMES), help=f"of {', '.join(NAMES)}; default: all that are installed"
     )
     parser.add_argument("--rounds", type=int, default=1, help="of all routers in turn")
     parser.add_argument("--realtime", action="store_true", help="all parts under the real-time scheduler")
@@ -214,13 +144,13 @@ def main() -> int:
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     names = args.routers.split(",")
-    if unknown := [name for name in names if name not in ROUTERS]:
-        parser.error(f"unknown router {unknown[0]}; known: {', '.join(ROUTERS)}")
+    if unknown := [name for name in names if name not in NAMES]:
+        parser.error(f"unknown router {unknown[0]}; known: {', '.join(NAMES)}")
     bench, reports = Bench(args), []
     for round_ in range(args.rounds):
         for name in names:
-            if name not in ("direct", "narwhal-trio") and not (PEERS / name).is_dir():
-                print(f"{name}: not installed (bench/stress/install_peers.sh {name})", file=sys.stderr)
+            if missing := ROUTERS[name].missing():
+                print(f"{name}: {missing}", file=sys.stderr)
                 continue
             label = name if args.rounds == 1 else f"{name} {round_ + 1}"
             print(f"== {label}", file=sys.stderr, flush=True)
