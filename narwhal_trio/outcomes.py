@@ -6,12 +6,11 @@ are interface.md section 5, in its order.
 
 from __future__ import annotations
 
-import enum
 from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from narwhal_trio.types import AbortCause, Phase, Terminal
+from narwhal_trio.types import AbortCause, Phase, Terminal, Vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["TABLE", "Condition", "Outcome", "Refusal", "Row"]
 
 
-class Condition(enum.Enum):
+class Condition(Vocabulary):
     """Every way in which a request can end, one member per row of the outcome table."""
 
     COMPLETED = "completed"

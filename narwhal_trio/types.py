@@ -12,30 +12,34 @@ EngineId = NewType("EngineId", str)
 """The `iid` of one configured engine."""
 
 
-class Endpoint(enum.Enum):
-    """The two completion routes. `path` is the same towards clients and engines."""
+class Vocabulary(enum.Enum):
+    """Members hash by identity, as they compare. `Enum` hashes their names in Python, which books and queues would pay at each step."""
+
+    __hash__ = object.__hash__
+
+
+class Endpoint(Vocabulary):
+    """The two completion routes. path: the same towards clients and engines. response_object: `object` of an assembled response."""
 
     COMPLETIONS = "completions"
     CHAT = "chat.completions"
 
-    @property
-    def path(self) -> str:
-        return "/v1/completions" if self is Endpoint.COMPLETIONS else "/v1/chat/completions"
-
-    @property
-    def response_object(self) -> str:
-        """The `object` member of an assembled response."""
-        return "text_completion" if self is Endpoint.COMPLETIONS else "chat.completion"
+    path: str
+    response_object: str
 
 
-class Role(enum.Enum):
+Endpoint.COMPLETIONS.path, Endpoint.COMPLETIONS.response_object = "/v1/completions", "text_completion"
+Endpoint.CHAT.path, Endpoint.CHAT.response_object = "/v1/chat/completions", "chat.completion"
+
+
+class Role(Vocabulary):
     """What an engine is used for."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
-class Phase(enum.Enum):
+class Phase(Vocabulary):
     """Where a request is. Every 504 names one of these; the order is the request's way through the router."""
 
     BODY = "body"
@@ -71,7 +75,7 @@ _PUBLIC_PHASE = {
 }
 
 
-class Terminal(enum.Enum):
+class Terminal(Vocabulary):
     """How a request ended. Exactly one per offered request."""
 
     COMPLETED = "completed"
@@ -99,7 +103,7 @@ _COUNTER = {
 }
 
 
-class AbortCause(enum.Enum):
+class AbortCause(Vocabulary):
     """Who ended a request early. Recorded by whoever cancels, before cancelling; never deduced from a clock."""
 
     DEADLINE = "deadline"

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import abc
 import enum
+from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Final
 
-import attrs
 import msgspec
 
 from narwhal_trio.config.backends import BACKENDS
@@ -45,13 +45,12 @@ class Accounting(enum.Enum):
     UNAVAILABLE = "unavailable"
 
 
-@attrs.frozen
-class Leg:
+class Leg(msgspec.Struct, frozen=True, gc=False):
     """One HTTP POST to one engine. `headers` are those that the dialect owns; the caller adds credential, deadline and trace."""
 
     path: str
     body: bytes
-    headers: list[tuple[bytes, bytes]] = attrs.field(factory=list)
+    headers: list[tuple[bytes, bytes]] = []
 
 
 class Dialect(abc.ABC):
@@ -131,7 +130,7 @@ class Dialect(abc.ABC):
         if request.prompt_tokens is not None:
             return None
         fields = request.fields
-        body = {"model": msgspec.json.encode(model)}
+        body = {"model": _model(model)}
         if request.endpoint is Endpoint.CHAT:
             body["messages"] = fields["messages"]
             passed = self.count_fields
@@ -151,9 +150,15 @@ class Dialect(abc.ABC):
 
 def base_fields(request: CompletionRequest, model: str) -> dict[str, bytes]:
     """The client's members without internal ones, for the configured model, in the client's order."""
-    fields = {name: value for name, value in request.fields.items() if name not in INTERNAL_FIELDS}
-    fields["model"] = msgspec.json.encode(model)
+    fields = dict(request.fields)
+    for name in INTERNAL_FIELDS.intersection(fields):
+        del fields[name]
+    fields["model"] = _model(model)
     return fields
+
+
+_model = lru_cache(16)(msgspec.json.encode)
+"""The configured model as JSON; the same one for every request of a router."""
 
 
 def check_owner(handoff: Handoff, leg_id: str) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Handoff", "HandoffInvalid", "Rendezvous", "backend_id", "read_handoff", "rendezvous", "request_of"]
 
+_Block: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 _LEG_ID: Final = re.compile(r"(.+)-a[0-9]+-(?:prefill|decode)", re.DOTALL)
 _FOREIGN_LEG_ID: Final = re.compile(r"[0-9a-f-]{36}-a[0-9]+-prefill")
 
@@ -29,8 +30,7 @@ class HandoffInvalid(AnswerInvalid):
     """A prefill answered 200 without a usable descriptor: no KV can be fetched from it."""
 
 
-@attrs.frozen
-class Handoff:
+class Handoff(msgspec.Struct, frozen=True, gc=False):
     """The descriptor of one finished prefill; good for one decode leg of the same request.
 
     params: the exact bytes of the engine's `kv_transfer_params`.
@@ -73,10 +73,34 @@ def request_of(leg_id: str) -> str:
     return leg_id if match is None else match[1]
 
 
+class _UsualChoice(msgspec.Struct, gc=False):
+    kv_transfer_params: None = None
+
+
+class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens: _Block
+
+
+class _UsualAnswer(msgspec.Struct, gc=False):
+    """What engines answer: the descriptor at the top level. Anything else is read member by member in `_read`."""
+
+    choices: list[_UsualChoice]
+    kv_transfer_params: msgspec.Raw
+    id: str | None = None
+    usage: _Usage | None = None
+
+
+class _UsualParams(msgspec.Struct, gc=False):
+    remote_engine_id: Annotated[str, msgspec.Meta(min_length=1)]
+    remote_block_ids: list[list[_Block]]
+    remote_request_id: str | None = None
+
+
+_ANSWER: Final = msgspec.json.Decoder(_UsualAnswer)
+_DESCRIPTOR: Final = msgspec.json.Decoder(_UsualParams)
 _OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _STRING: Final = msgspec.json.Decoder(str)
-_Block: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 _BLOCKS: Final = msgspec.json.Decoder(list[_Block])
 _GROUPS: Final = msgspec.json.Decoder(list[list[_Block]])
 _PARAMS: Final = "kv_transfer_params"
@@ -90,9 +114,27 @@ def read_handoff(body: bytes, *, leg_id: str, received_at: float) -> Handoff:
     Raises `HandoffInvalid`.
     """
     try:
-        return _read(body, leg_id, received_at)
+        return _read_usual(body, leg_id, received_at) or _read(body, leg_id, received_at)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HandoffInvalid(f"invalid answer: {error}") from None
+
+
+def _read_usual(body: bytes, leg_id: str, received_at: float) -> Handoff | None:
+    """The hand-off of an answer of the usual shape, in two typed passes; None where `_read` has to look."""
+    try:
+        answer = _ANSWER.decode(body)
+        text = bytes(answer.kv_transfer_params)
+        params = _DESCRIPTOR.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if not text.isascii():
+        return None
+    for value in (answer.id, params.remote_request_id):
+        if value is not None and leg_id not in value:
+            return None
+    blocks = sum(map(len, params.remote_block_ids))
+    tokens = None if answer.usage is None else answer.usage.prompt_tokens
+    return Handoff(text, request_of(leg_id), received_at, params.remote_engine_id, blocks, tokens)
 
 
 def _read(body: bytes, leg_id: str, received_at: float) -> Handoff:
@@ -145,10 +187,6 @@ def _text(raw: msgspec.Raw | None) -> str | None:
         return _STRING.decode(raw)
     except msgspec.ValidationError:
         return None
-
-
-class _Usage(msgspec.Struct, gc=False):
-    prompt_tokens: _Block
 
 
 _USAGE: Final = msgspec.json.Decoder(_Usage)

@@ -56,7 +56,9 @@ class SGLang(Dialect):
     def prefill_leg(
         self, request: CompletionRequest, *, model: str, leg_id: str, rendezvous: Rendezvous | None = None
     ) -> Leg:
-        fields = {name: value for name, value in base_fields(request, model).items() if name not in _NOT_AT_PREFILL}
+        fields = base_fields(request, model)
+        for name in _NOT_AT_PREFILL.intersection(fields):
+            del fields[name]
         fields["max_tokens"] = b"1"
         fields["stream"] = b"false"
         return _meeting(request, fields, leg_id, rendezvous)

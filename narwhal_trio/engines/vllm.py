@@ -103,7 +103,9 @@ class VLLM(Dialect):
         rendezvous: handoffs.Rendezvous | None = None,
     ) -> Leg:
         assert rendezvous is None
-        fields = {name: value for name, value in base_fields(request, model).items() if name not in _NOT_AT_PREFILL}
+        fields = base_fields(request, model)
+        for name in _NOT_AT_PREFILL.intersection(fields):
+            del fields[name]
         fields["max_tokens"] = b"1"
         if "max_completion_tokens" in fields:
             fields["max_completion_tokens"] = b"1"

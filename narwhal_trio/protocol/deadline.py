@@ -7,7 +7,7 @@ import re
 import sys
 from typing import TYPE_CHECKING, Final, NoReturn
 
-import attrs
+import msgspec
 
 from narwhal_trio.outcomes import Condition, Refusal
 
@@ -25,8 +25,7 @@ _GRPC: Final = re.compile(rb"([0-9]{1,8})([HMSmun])")
 _UNITS: Final = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 
 
-@attrs.frozen
-class Deadline:
+class Deadline(msgspec.Struct, frozen=True, gc=False):
     """A budget measured from arrival.
 
     budget_s: seconds from arrival to the deadline, never above the router's cap; 0.0 is expired on arrival.

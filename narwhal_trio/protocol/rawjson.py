@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from array import array
+from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
@@ -107,12 +108,22 @@ def split_array(data: bytes) -> list[bytes] | None:
 def join_object(fields: Mapping[str, bytes]) -> bytes:
     """An object of these members, in their order, values as they are."""
     parts: list[bytes] = []
-    encode = _ENCODER.encode
     for key, value in fields.items():
-        parts += (b",", encode(key), b":", value)
-    parts[:1] = (b"{",)
+        parts += (_usual_key(key) if len(key) <= _USUAL_LENGTH else _key(key), value)
+    if not parts:
+        return b"{}"
+    parts[0] = b"{" + parts[0][1:]
     parts.append(b"}")
     return b"".join(parts)
+
+
+def _key(name: str) -> bytes:
+    return b"," + _ENCODER.encode(name) + b":"
+
+
+_USUAL_LENGTH: Final = 64
+_usual_key = lru_cache(512)(_key)
+"""Clients send the same few names again and again. Bounded in number and length, because any name may come."""
 
 
 def _cut(data: bytes, raws: dict[str, msgspec.Raw]) -> dict[str, bytes]:

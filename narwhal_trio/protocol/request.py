@@ -12,9 +12,9 @@ and the other dialect's names) are stripped from both legs by the dialect.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, Protocol
 
-import attrs
 import msgspec
 
 from narwhal_trio.outcomes import Condition, Refusal
@@ -33,6 +33,7 @@ MAX_TOKEN_ID: Final = 2**31 - 1
 """Largest id taken for a token. No vocabulary comes near it, and ids far out of range have ended engines."""
 
 _MAX_INTEGER: Final = 2**63 - 1
+_SHORT_INTEGER: Final = len(str(_MAX_INTEGER))
 
 
 class DialectRules(Protocol):
@@ -45,8 +46,7 @@ class DialectRules(Protocol):
         """`param` and message for a field that this dialect cannot serve across two legs; None if there is none."""
 
 
-@attrs.frozen(slots=True)
-class CompletionRequest:
+class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
     """One validated request. Immutable; shared by all of its attempts.
 
     fields: the members of the client's body in its order, each value the exact bytes that came.
@@ -77,21 +77,22 @@ def parse_request(
     Raises `Refusal` and nothing else.
     """
     fields = _members(body)
-    body_model = _text(fields, "model")
+    body_model = model if fields.get("model") == _json(model) else _text(fields, "model")
     stream = _flag(fields, "stream")
-    n = _integer(fields, "n")
-    best_of = _integer(fields, "best_of")
-    max_tokens = _integer(fields, "max_tokens")
-    max_completion_tokens = _integer(fields, "max_completion_tokens")
+    # Most fields are absent: asking first costs a tenth of a call.
+    n = _integer(fields, "n") if "n" in fields else None
+    best_of = _integer(fields, "best_of") if "best_of" in fields else None
+    max_tokens = _integer(fields, "max_tokens") if "max_tokens" in fields else None
+    max_completion_tokens = _integer(fields, "max_completion_tokens") if "max_completion_tokens" in fields else None
     prompt = _value(fields, "prompt")
     if prompt is not None and prompt[:1] not in (b'"', b"["):
         _refuse("prompt must be a string or an array", "prompt")
-    messages = _messages(fields)
-    return_token_ids = _flag(fields, "return_token_ids")
-    include_usage = _include_usage(fields)
+    messages = _messages(fields) if "messages" in fields else None
+    return_token_ids = _flag(fields, "return_token_ids") if "return_token_ids" in fields else False
+    include_usage = _include_usage(fields) if "stream_options" in fields else False
     if (reserved := dialect.reserved(fields)) is not None:
         _refuse(f"{reserved[0]} is reserved for Narwhal", reserved[1])
-    if not stream:
+    if not stream and not _ASSEMBLED.isdisjoint(fields):
         _check_assembled_output(fields)
     if (unsupported := dialect.unsupported(endpoint, fields)) is not None:
         _refuse(unsupported[1], unsupported[0])
@@ -102,11 +103,8 @@ def parse_request(
             f"model {body_model[:200]!r} is not served here; this router serves {model!r}",
             param="model",
         )
-    _check_width("n", n)
-    _check_width("best_of", best_of)
-
-    if n is not None and n < 1:
-        _refuse("n must be 1", "n")
+    if n is not None or best_of is not None:
+        _check_choices(n, best_of)
     prompt_tokens: int | None = None
     if endpoint is Endpoint.CHAT:
         if not messages:
@@ -115,19 +113,20 @@ def parse_request(
             _check_cap("max_completion_tokens", max_completion_tokens, 1)
         else:
             _check_cap("max_tokens", max_tokens, 1)
-        characters = sum(map(_text_length, messages))
+        characters = sum([_text_length(message.content) for message in messages])
     else:
         echo = fields.get("echo") == b"true"
         _check_cap("max_tokens", max_tokens, 0 if echo else 1)  # 0 with echo means the prompt alone
         text, prompt_tokens = _prompt(prompt, _value(fields, "prompt_embeds"))
         characters = len(text)
+    cap = max_tokens if max_completion_tokens is None or max_completion_tokens <= 0 else max_completion_tokens
     return CompletionRequest(
         endpoint,
         fields,
         stream,
         return_token_ids,
         include_usage,
-        next((cap for cap in (max_completion_tokens, max_tokens) if cap is not None and cap > 0), None),
+        cap if cap is not None and cap > 0 else None,
         prompt_tokens,
         prompt_tokens if prompt_tokens is not None else max(1, int(characters / chars_per_token)),
     )
@@ -141,6 +140,7 @@ def client_rid(value: bytes | str | None) -> str | None:
     return text if text.isprintable() else None
 
 
+_json = lru_cache(16)(msgspec.json.encode)
 _STRING: Final = msgspec.json.Decoder(str | None)
 _BOOLEAN: Final = msgspec.json.Decoder(bool | None)
 _INTEGER: Final = msgspec.json.Decoder(int | None)
@@ -191,8 +191,11 @@ def _text(fields: Mapping[str, bytes], name: str) -> str | None:
 
 
 def _flag(fields: Mapping[str, bytes], name: str, param: str | None = None) -> bool:
-    if (value := fields.get(name)) is None:
+    value = fields.get(name)
+    if value is None or value == b"false":
         return False
+    if value == b"true":
+        return True
     try:
         return bool(_BOOLEAN.decode(value))
     except msgspec.ValidationError:
@@ -202,6 +205,8 @@ def _flag(fields: Mapping[str, bytes], name: str, param: str | None = None) -> b
 def _integer(fields: Mapping[str, bytes], name: str) -> int | None:
     if (value := fields.get(name)) is None:
         return None
+    if len(value) < _SHORT_INTEGER and value.isdigit():
+        return int(value)
     try:
         number = _INTEGER.decode(value)
     except msgspec.ValidationError:
@@ -226,15 +231,28 @@ def _messages(fields: Mapping[str, bytes]) -> list[_Message] | None:
         return [_Message(item.decode()) for item in items]
 
 
+_USAGE_ASKED: Final = {
+    b'{"include_usage"%b%b}' % (colon, b"true" if asked else b"false"): asked
+    for colon in (b":", b": ")
+    for asked in (True, False)
+}
+"""The forms of `stream_options` that clients send."""
+
+
 def _include_usage(fields: Mapping[str, bytes]) -> bool:
     if (value := _value(fields, "stream_options")) is None:
         return False
+    if (usual := _USAGE_ASKED.get(value)) is not None:
+        return usual
     try:
         return _flag(split_object(value), "include_usage", "stream_options")
     except NotAnObjectError:
         _refuse("stream_options must be an object", "stream_options")
     except DuplicateKeyError as error:
         _refuse(f"stream_options has the key {_shown(error.key)} twice", "stream_options")
+
+
+_ASSEMBLED: Final = frozenset({"audio", "modalities", "tools"})
 
 
 def _check_assembled_output(fields: Mapping[str, bytes]) -> None:
@@ -270,14 +288,17 @@ def _check_assembled_output(fields: Mapping[str, bytes]) -> None:
             refuse("non-streaming tools must have type function", "tools")
 
 
-def _check_width(name: str, value: int | None) -> None:
-    if value is not None and value > 1:
-        _refuse(
-            f"{name} > 1 cannot be served across a split: the prefill leg runs with max_tokens=1 and the two legs would disagree"
-            " on sampling width",
-            name,
-            condition=Condition.SAMPLING_WIDTH,
-        )
+def _check_choices(n: int | None, best_of: int | None) -> None:
+    for name, value in (("n", n), ("best_of", best_of)):
+        if value is not None and value > 1:
+            _refuse(
+                f"{name} > 1 cannot be served across a split: the prefill leg runs with max_tokens=1 and the two legs would disagree"
+                " on sampling width",
+                name,
+                condition=Condition.SAMPLING_WIDTH,
+            )
+    if n is not None and n < 1:
+        _refuse("n must be 1", "n")
 
 
 def _check_cap(name: str, value: int | None, least: int) -> None:
@@ -286,9 +307,8 @@ def _check_cap(name: str, value: int | None, least: int) -> None:
         _refuse(f"{name} must be at least 1", name)
 
 
-def _text_length(message: _Message) -> int:
-    """Characters of text in one message; of multimodal content the text parts alone."""
-    content = message.content
+def _text_length(content: Any) -> int:
+    """Characters of text in the content of one message; of multimodal content the text parts alone."""
     if isinstance(content, str):
         return len(content)
     length = 0

@@ -79,7 +79,9 @@ async def decode_seat(run: RequestRun, until: float = math.inf) -> Claim:
     core, work = run.core, run.work
     assert work is not None
     run.phase = Phase.DECODE_SEAT
-    attempt = run.record.attempts + core.dialect.rendezvous  # where both seats are taken first, the attempt begins after that
+    attempt = (
+        run.record.attempts + core.dialect.rendezvous
+    )  # where both seats are taken first, the attempt begins after that
 
     def try_place() -> Claim | None:
         placement = _placed(run, Role.DECODE)

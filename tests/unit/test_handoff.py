@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from narwhal_trio.engines import handoff as handoffs
 from narwhal_trio.engines.handoff import Handoff, HandoffInvalid, backend_id, read_handoff, rendezvous, request_of
 from narwhal_trio.types import Role
 
@@ -143,3 +144,27 @@ def test_rooms_are_63_bits_and_new() -> None:
     assert len(set(rooms)) == 2000
     assert all(0 < room < 2**63 for room in rooms)
     assert max(rooms) > 2**62
+
+
+_TWICE = (
+    b'{"choices":[{"kv_transfer_params":null}],"kv_transfer_params":1,"kv_transfer_params":'
+    b'{"remote_engine_id":"a","remote_engine_id":"b","remote_block_ids":[[1],[2]],"remote_block_ids":[[1]]}}'
+)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(path.read_bytes() for path in sorted((DATA / "legs").glob("*.prefill.answer.json"))),
+        *(json.dumps(answer(remote_block_ids=ids)).encode() for ids in ([], [[]], [[1], []], [[0, 2**70]])),
+        json.dumps({**answer(remote_block_ids=[[1]]), "usage": {"prompt_tokens": 3}}).encode(),
+        json.dumps({**answer(remote_block_ids=[[1]]), "usage": None, "id": None}).encode(),
+        _TWICE,
+    ],
+)
+def test_the_quick_reading_says_what_the_exact_one_says(body: bytes) -> None:
+    leg = f"{json.loads(body).get('id') or RID}-a1-prefill"
+    own = body.replace(leg.removesuffix("-a1-prefill").encode(), leg.encode())
+    quick = handoffs._read_usual(own, leg, 12.5)
+    assert quick is not None
+    assert quick == handoffs._read(own, leg, 12.5)
