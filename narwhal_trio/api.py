@@ -289,7 +289,8 @@ async def open_router(
     if not isinstance(config, RouterConfig):
         config = load_config(config, environ=environ)
     credentials = read_credentials(config, environ)
-    prepared = prepare(config, lease=lease, threads=threads)
+    dialer = SocketDialer() if dialer is None else dialer
+    prepared = prepare(config, dialer, lease=lease, threads=threads)
     profiles = _profiles(config)
     ring = _key_ring(config)
     authenticator = Authenticator.of(
@@ -305,7 +306,7 @@ async def open_router(
         await nursery.start(journal.run)
         core = RouterCore(
             config,
-            SocketDialer() if dialer is None else dialer,
+            dialer,
             books,
             journal,
             authenticator=authenticator,

@@ -167,7 +167,9 @@ class HaConfig:
     backend: Literal["none", "file", "etcd"] = key(
         "none", "where the lease is kept: file (one machine or shared disk) or etcd (v3 HTTP gateway)"
     )
-    lease_path: str = key("", "the lease file; needed by file")
+    lease_path: str = key(
+        "", 'the lease file; needed by file. Or its key in etcd; "" = narwhal-trio/MODEL/router-lease there'
+    )
     endpoints: tuple[str, ...] = key(
         (),
         "base URLs of etcd; needed by etcd",

@@ -254,6 +254,11 @@ class RouterConfig:
         return self.ha.router_id or str(self.binds[0])
 
     @property
+    def lease_key(self) -> str:
+        """The lease's key in etcd: `ha.lease_path`, or narwhal-trio/MODEL/router-lease where that is empty."""
+        return self.ha.lease_path or f"narwhal-trio/{self.model}/router-lease"
+
+    @property
     def contract_complete(self) -> bool:
         """True if a contract is set and no field that the backend attests is left out of it."""
         return self.engine_contract is not None and not self.engine_contract.missing(self.engine.kind)

@@ -36,7 +36,7 @@ def notes(config: RouterConfig, given: Mapping[str, object], schema_version: int
     for index, network in enumerate(auth.trusted_proxies):
         if auth.mode == "trusted_header" and network.endswith("/0"):
             yield f"auth.trusted_proxies[{index}]: {network} believes a client name from anybody"
-    if ha.backend != "file" and ha.lease_path:
+    if ha.backend == "none" and ha.lease_path:
         yield f'ha.lease_path: has no effect while ha.backend is "{ha.backend}"'
     if ha.backend != "etcd" and ha.endpoints:
         yield f'ha.endpoints: has no effect while ha.backend is "{ha.backend}"'

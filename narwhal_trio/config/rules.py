@@ -255,7 +255,7 @@ def _files(config: RouterConfig) -> Iterator[Finding]:
     for key in _FILES:
         section, _, field = key.partition(".")
         path = getattr(getattr(config, section), field)
-        if path:
+        if path and not (key == "ha.lease_path" and config.ha.backend == "etcd"):
             first = seen.setdefault(posixpath.normpath(path), key)
             if first != key:
                 yield key, f"is the same file as {first}, {path!r}"
@@ -304,5 +304,5 @@ _RULES: Final = (
     CrossRule(("auth.mode", "auth.keys_file", "auth.trusted_proxies"), _auth),
     CrossRule(("ha.lease_ttl_s", "ha.renew_s", "ha.safety_margin_s"), _lease),
     CrossRule(("ha.backend", "ha.lease_path", "ha.endpoints", "ha.standby_of"), _ha_backend),
-    CrossRule(_FILES, _files),
+    CrossRule((*_FILES, "ha.backend"), _files),
 )

@@ -17,6 +17,8 @@ from narwhal_trio.control.lifecycle import LifecycleService
 from narwhal_trio.control.liveness import Liveness
 from narwhal_trio.control.monitor import Monitor
 from narwhal_trio.control.probes import EngineProbes
+from narwhal_trio.ha.etcd import EtcdClient
+from narwhal_trio.ha.etcd_lease import EtcdLeaseStore
 from narwhal_trio.ha.file_lease import FileLeaseStore
 from narwhal_trio.ha.files import FileWorker, write_atomically
 from narwhal_trio.ha.handoff import HandoffUnusable, apply_handoff, handoff_document, read_handoff
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from narwhal_trio.observe.metrics import Sample
     from narwhal_trio.router.core import RouterCore
     from narwhal_trio.types import EngineId
+    from narwhal_trio.wire.stream import Dialer
 
 __all__ = ["ControlPlane", "Prepared", "prepare"]
 
@@ -192,23 +195,24 @@ class ControlPlane:
             yield "narwhal_engine_readmissions_total", labels, float(count)
 
 
-def prepare(config: RouterConfig, *, lease: LeaseStore | None = None, threads: bool = True) -> Prepared:
+def prepare(config: RouterConfig, dialer: Dialer, *, lease: LeaseStore | None = None, threads: bool = True) -> Prepared:
     """What a control plane needs from outside, looked for before anything runs.
 
-    lease: where the lease is kept; None makes the configured store. Raises `ConfigError` for what is configured and can't be had.
+    dialer: how etcd is reached. lease: where the lease is kept; None makes the configured store.
+    Raises `ConfigError` for what is configured and can't be had.
     """
-    return Prepared(lease or _lease_store(config, threads=threads), _predecessor(config))
+    return Prepared(lease or _lease_store(config, dialer, threads=threads), _predecessor(config))
 
 
-def _lease_store(config: RouterConfig, *, threads: bool) -> LeaseStore | None:
+def _lease_store(config: RouterConfig, dialer: Dialer, *, threads: bool) -> LeaseStore | None:
     ha = config.ha
     if ha.backend == "none":
         return None
+    limit_s = (ha.lease_ttl_s - ha.safety_margin_s) / 2
     if ha.backend == "file":
-        limit_s = (ha.lease_ttl_s - ha.safety_margin_s) / 2
         return FileLeaseStore(ha.lease_path, limit_s=limit_s, threads=threads)
-    text = 'etcd leases are not implemented yet; use "file", or "none" for a single router'
-    raise ConfigError([Problem("ha.backend", text)])
+    client = EtcdClient(ha.endpoints, dialer, connect_timeout_s=limit_s)
+    return EtcdLeaseStore(client, config.lease_key, limit_s=limit_s)
 
 
 def _predecessor(config: RouterConfig) -> HandoffDocument | None:

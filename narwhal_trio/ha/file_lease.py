@@ -6,41 +6,24 @@ Every change is read, check, write-elsewhere and rename under the lock, so that 
 from __future__ import annotations
 
 import fcntl
-import math
 import os
 import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
-import attrs
-import msgspec
-
+from narwhal_trio.ha.document import decode_lease, encode_lease
 from narwhal_trio.ha.files import FileWorker, write_atomically
 from narwhal_trio.ha.lease import Lease, LeaseStore, LeaseUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["SCHEMA", "FileLeaseStore"]
+__all__ = ["FileLeaseStore"]
 
 T = TypeVar("T")
 
-SCHEMA: Final = "narwhal.router-lease"
-SCHEMA_VERSION: Final = 1
 LOCK_PAUSE_S: Final = 0.01
-MAX_EPOCH: Final = 2**53
-"""Largest epoch taken for one: JSON readers agree on integers up to here."""
-
-
-class _Document(msgspec.Struct):
-    schema: str
-    schema_version: int
-    epoch: int
-    holder: str
-    expires_at: float
-    updated_at: float
-    revision: int = 0
 
 
 class FileLeaseStore(LeaseStore):
@@ -130,24 +113,10 @@ class FileLeaseStore(LeaseStore):
             data = self.path.read_bytes()
         except FileNotFoundError:
             return None
-        try:
-            found = msgspec.json.decode(data, type=_Document)
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise LeaseUnavailable(f"{self.path} is not a {SCHEMA} document: {exc}") from None
-        if (found.schema, found.schema_version) != (SCHEMA, SCHEMA_VERSION):
-            what = f"{found.schema!r} version {found.schema_version}"
-            raise LeaseUnavailable(f"{self.path} is {what}, not {SCHEMA} version {SCHEMA_VERSION}")
-        if (
-            not 1 <= found.epoch <= MAX_EPOCH
-            or not found.holder
-            or not math.isfinite(found.expires_at - found.updated_at)
-        ):
-            raise LeaseUnavailable(f"{self.path} is not a valid lease: epoch {found.epoch}, holder {found.holder!r}")
-        return Lease(found.epoch, found.holder, found.expires_at, found.updated_at, found.revision)
+        return decode_lease(data, str(self.path))
 
     def _store(self, before: Lease | None, epoch: int, holder: str, length_s: float) -> Lease:
         now = self._wall()
         lease = Lease(epoch, holder, now + length_s, now, before.revision + 1 if before else 1)
-        document = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **attrs.asdict(lease)}
-        write_atomically(self.path, msgspec.json.encode(document) + b"\n")
+        write_atomically(self.path, encode_lease(lease))
         return lease

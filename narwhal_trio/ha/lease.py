@@ -63,6 +63,9 @@ class LeaseStore(abc.ABC):
     async def release(self, lease: Lease) -> None:
         """Let others claim at once, if the record still is this holder's."""
 
+    def close_now(self) -> None:  # noqa: B027 - most have nothing
+        """Drop what is kept open between calls. The last thing that happens to a store."""
+
 
 @attrs.define
 class LeaseObserver:

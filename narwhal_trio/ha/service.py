@@ -90,7 +90,10 @@ class HaService:
                 self._announce(task_status)
                 await self._serve(lease, valid_until)
         finally:
-            await self._give_back()
+            try:
+                await self._give_back()
+            finally:
+                self._store.close_now()
 
     def _announce(self, task_status: trio.TaskStatus[None]) -> None:
         if not self._announced:

@@ -80,6 +80,8 @@ def test_names() -> None:
     assert config().router_id == "127.0.0.1:8000"
     assert config(server=ServerConfig(bind=("unix:/r", "h:1"))).router_id == "unix:/r"
     assert config(ha=HaConfig(router_id="r")).router_id == "r"
+    assert config().lease_key == f"narwhal-trio/{config().model}/router-lease"
+    assert config(ha=HaConfig(backend="etcd", endpoints=("http://e",), lease_path="k")).lease_key == "k"
 
 
 def test_bootstrap() -> None:

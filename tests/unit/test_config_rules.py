@@ -383,6 +383,7 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
         {"ha": {"backend": "file", "lease_path": "l", "standby_of": "http://a/", "lease_ttl_s": 2.01}},
     ),
     ("etcd", {"ha": {"backend": "etcd", "endpoints": ["http://user:pw@e:2379"]}}),
+    ("key", {"ha": {"backend": "etcd", "endpoints": ["http://e"], "lease_path": "runs/journal.jsonl"}}),
 ]
 
 

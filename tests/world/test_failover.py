@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import trio
 
-from narwhal_trio import open_router
-from narwhal_trio.config import ConfigError
 from narwhal_trio.testing import End, Link, SimClient, World, run_world
 from narwhal_trio.wire.stream import parse_address
-from tests.sim.fleet import CHAT, chat, fleet_config
+from tests.sim.fleet import CHAT, chat
 from tests.world.routers import CuttableStore, Member, Site, refusal, site
 
 if TYPE_CHECKING:
@@ -434,13 +432,6 @@ def test_a_disk_that_hangs_at_the_start_keeps_the_router_from_serving_not_from_s
             assert await until(lambda: a.serving) <= 2.5
 
     run_world(main, 13)
-
-
-async def test_etcd_is_refused_at_the_start(tmp_path: Path) -> None:
-    config = fleet_config(1, 1, ha={"backend": "etcd", "endpoints": ["http://127.0.0.1:2379"]})
-    with pytest.raises(ConfigError, match=r"ha\.backend: etcd leases are not implemented"):
-        async with open_router(config, environ={}):
-            pass
 
 
 def test_worlds_with_a_lease_repeat_exactly(tmp_path: Path) -> None:
