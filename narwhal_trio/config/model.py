@@ -7,7 +7,7 @@ come out at once.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import attrs
 
@@ -54,6 +54,20 @@ def _attestation_problem(text: str) -> str | None:
     return address.url_problem(text, schemes=("http", "https")) if text else None
 
 
+def _endpoint_problem(text: str) -> str | None:
+    if not text:
+        return None
+    if text.startswith("ipc://"):
+        return address.url_problem(f"unix:{text.removeprefix('ipc://')}", schemes=("unix",))
+    problem = address.url_problem(text, schemes=("tcp", "ipc"))
+    if problem is None and (text.count("/") > 2 or not text.rpartition(":")[2].isdigit()):
+        problem = f"must be tcp://HOST:PORT, got {address.shown_url(text)}"
+    return problem
+
+
+_ENDPOINT: Final = Rule('"", tcp://HOST:PORT or ipc:///PATH', _endpoint_problem)
+
+
 def _role(value: Role) -> Role:
     """The role, also by its name; anything else is left for the check to name."""
     return next((role for role in Role if value == role.value), value)  # type: ignore[comparison-overlap]
@@ -93,6 +107,15 @@ class EngineConfig:
     pin: bool = key(False, "never move the engine to the other role")
     shared_device: SharedDevice | None = attrs.field(
         default=None, metadata=about("the engine's part of a GPU that it shares")
+    )
+    kv_events: str = key(
+        "",
+        'ZeroMQ endpoint at which the engine publishes what its KV cache holds, such as tcp://HOST:5557; "" = it does not',
+        rule=_ENDPOINT,
+        env=True,
+    )
+    kv_events_replay: str = key(
+        "", 'its replay endpoint, for what was missed, such as tcp://HOST:5558; "" = none', rule=_ENDPOINT, env=True
     )
     bootstrap_host: str = key(
         "",

@@ -73,6 +73,12 @@ def _engine_ids(config: RouterConfig) -> Iterator[Finding]:
             yield f"engines[{index}].iid", f"repeats the iid of engines[{first}], {engine.iid!r}"
 
 
+def _kv_events(config: RouterConfig) -> Iterator[Finding]:
+    for index, engine in enumerate(config.engines):
+        if engine.kv_events_replay and not engine.kv_events:
+            yield f"engines[{index}].kv_events", "must be set where kv_events_replay is: a replay only fills gaps"
+
+
 def _floors(config: RouterConfig) -> Iterator[Finding]:
     floors, count = config.controller, len(config.engines)
     single = count == 1 and floors.min_prefill == floors.min_decode == 1
@@ -264,6 +270,7 @@ def _files(config: RouterConfig) -> Iterator[Finding]:
 _REACTIVE: Final = "controller.reactive"
 _RULES: Final = (
     CrossRule(("engines",), _engine_ids),
+    CrossRule(("engines", "engines.kv_events", "engines.kv_events_replay"), _kv_events),
     CrossRule(("controller.min_prefill", "controller.min_decode", "engines"), _floors),
     CrossRule(("engines", "engines.shared_device.*"), _shared_devices),
     _order(

@@ -12,6 +12,7 @@ import structlog
 import trio
 
 from narwhal_trio.config import ConfigError, Problem
+from narwhal_trio.control.kv_events import KvEvents
 from narwhal_trio.control.lag import LagProbe
 from narwhal_trio.control.lifecycle import LifecycleService
 from narwhal_trio.control.liveness import Liveness
@@ -68,6 +69,7 @@ class ControlPlane:
         self.probes = EngineProbes(core)
         self.liveness = Liveness(core, self.probes)
         self.lifecycle = LifecycleService(core, self.probes, wall=time.time, on_readmitted=self._readmitted)
+        self.kv_events = KvEvents(core)
         self.monitor = Monitor(core)
         self.monitor.add("liveness", self._liveness)
         config = core.config
@@ -82,11 +84,12 @@ class ControlPlane:
             self.monitor.add("handoff", self._write_state)
         if prepared.predecessor is not None:
             self._take_over(prepared.predecessor)
-        core.samples.append(self.samples)
+        core.samples += [self.samples, self.kv_events.samples]
         core.documents |= {
             "ha": self._ha_document,
             "monitoring": self._monitoring_document,
             "lifecycle": self.lifecycle.document,
+            "residency": lambda: {name: engine.document() for name, engine in core.residency.engines.items()},
         }
         core.saturation = self.saturation
 
@@ -97,6 +100,7 @@ class ControlPlane:
                 await nursery.start(self.ha.run)
             nursery.start_soon(self.monitor.run, name="monitor")
             nursery.start_soon(self.lifecycle.run, name="lifecycle")
+            nursery.start_soon(self.kv_events.run, name="kv events")
             if self._threads:  # on a virtual clock no timer is ever late
                 nursery.start_soon(self.lag.run, name="loop lag")
             task_status.started()

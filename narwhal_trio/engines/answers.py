@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 
-__all__ = ["MAX_MESSAGE", "AnswerInvalid", "engine_message", "read_count", "read_models"]
+__all__ = ["MAX_MESSAGE", "AnswerInvalid", "Counted", "engine_message", "read_count", "read_counted", "read_models"]
 
 MAX_MESSAGE: Final = 500
 """Longest engine text that reaches a client, in characters."""
@@ -29,8 +29,16 @@ class AnswerInvalid(Exception):  # noqa: N818 - a verdict about an engine
         self.detail = detail
 
 
+class Counted(NamedTuple):
+    """A prompt's length, and its token ids where they were asked for and told."""
+
+    tokens: int
+    ids: list[int] | None = None
+
+
 class _Count(msgspec.Struct, gc=False):
     count: int
+    tokens: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class _Model(msgspec.Struct, gc=False):
@@ -42,18 +50,26 @@ class _Models(msgspec.Struct, gc=False):
 
 
 _COUNT: Final = msgspec.json.Decoder(_Count)
+_IDS: Final = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]] | None)
 _MODELS: Final = msgspec.json.Decoder(_Models)
 
 
 def read_count(body: bytes) -> int:
     """`count` of an answer to `/tokenize`. Raises `AnswerInvalid`."""
+    return read_counted(body).tokens
+
+
+def read_counted(body: bytes, *, with_ids: bool = False) -> Counted:
+    """An answer to `/tokenize`. with_ids: its `tokens`, too, unless they are as many as `count` says not. Raises `AnswerInvalid`."""
     try:
-        count = _COUNT.decode(body).count
+        answer = _COUNT.decode(body)
+        count = answer.count
+        ids = _IDS.decode(answer.tokens) if with_ids else None
     except (msgspec.DecodeError, RecursionError) as error:
         raise AnswerInvalid(f"invalid token count: {error}") from None
     if not 0 <= count < 2**31:
         raise AnswerInvalid(f"invalid token count: {count}")
-    return count
+    return Counted(count, ids if ids is not None and len(ids) == count else None)
 
 
 def read_models(body: bytes) -> list[str]:

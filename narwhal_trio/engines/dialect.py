@@ -126,7 +126,7 @@ class Dialect(abc.ABC):
         return None
 
     def count_request(self, request: CompletionRequest, *, model: str) -> Leg | None:
-        """The call whose answer `read_count` reads, or None where no call is needed (token ids) or possible (embeddings)."""
+        """The call whose answer `read_counted` reads, or None where no call is needed (token ids) or possible (embeddings)."""
         if request.prompt_tokens is not None:
             return None
         fields = request.fields

@@ -28,6 +28,7 @@ from narwhal_trio.scheduling.fleet import Claim, Engine, Fleet
 from narwhal_trio.scheduling.ledger import HandoffLedger
 from narwhal_trio.scheduling.placement import Targets
 from narwhal_trio.scheduling.readiness import Readiness
+from narwhal_trio.scheduling.residency import Residency
 from narwhal_trio.scheduling.retry import RetryBudget, RetryPolicy
 from narwhal_trio.types import AbortCause, EngineId, RequestId, Role
 from narwhal_trio.wire.client import Wire
@@ -110,7 +111,7 @@ class RouterCore:
         self.addresses: dict[EngineId, Address] = {
             EngineId(engine.iid): parse_address(engine.url) for engine in config.engines
         }
-        timed = TimedDialer(dialer, config.engine.connect_timeout_s)
+        timed = self.dialer = TimedDialer(dialer, config.engine.connect_timeout_s)
         self.wire = Wire(timed, limit_per_address=serving.max_connections)
         # Probes and sizing have connections of their own: a full data pool must never look like a sick engine.
         self.control_wire = Wire(timed, limit_per_address=config.control_connections)
@@ -133,6 +134,7 @@ class RouterCore:
         self.decode_queue: FifoQueue[Claim] = FifoQueue()
         self.ledger = HandoffLedger()
         self.releases = Releases(self)
+        self.residency = Residency([engine.id for engine in config.engines if engine.kv_events])
         self.policy = AdmissionPolicy(AdmissionSettings.of(config), self.fleet, self.ledger)
         self.targets = Targets(ttft_s=config.slo.ttft_s, tpot_s=config.slo.tpot_s)
         self.sizer = Sizer(self, timed)

@@ -10,6 +10,7 @@ crosses the nursery is a bug.
 
 from __future__ import annotations
 
+import math
 import uuid
 from typing import TYPE_CHECKING, TypeVar
 
@@ -23,6 +24,7 @@ from narwhal_trio.observe.record import AttemptFailure, Record
 from narwhal_trio.outcomes import Condition, Outcome, Refusal
 from narwhal_trio.protocol.deadline import Deadline, parse_deadline
 from narwhal_trio.protocol.request import SIZED_REFUSALS, CompletionRequest, client_rid, parse_request
+from narwhal_trio.router import prefix_cache
 from narwhal_trio.router.attempt import LegFailure, run_attempt
 from narwhal_trio.router.ending import aborted, conclude, settle
 from narwhal_trio.router.keepalive import KeepAlive
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from narwhal_trio.router.release import HeldHandoff
     from narwhal_trio.scheduling.explain import Decision
     from narwhal_trio.scheduling.ledger import HandoffEntry
+    from narwhal_trio.scheduling.residency import Prefix
 
 __all__ = ["RequestRun"]
 
@@ -87,6 +90,10 @@ class RequestRun:
         """Set once an exact count, asked for because the estimate could not decide, has come or failed."""
         self.excluded: dict[Role, set[EngineId]] = {Role.PREFILL: set(), Role.DECODE: set()}
         self.producer: EngineId | None = None
+        self.prefixes: tuple[Prefix, ...] = ()
+        """The prompt in blocks of the sizes that engines use, where somebody may have them cached."""
+        self.evidence_at = -math.inf
+        """When `work.cached` was looked up."""
         self.decisions: list[Decision] = []
         """Every placement of this request, at most two an attempt."""
         self.held: HeldHandoff | None = None
@@ -229,6 +236,8 @@ class RequestRun:
         )
         if self.work.exact:
             self.core.policy.on_sized(self.work, trio.current_time())
+            if prefix_cache.wanted(self):
+                prefix_cache.learn_from_prompt(self)
         self.record.input_sized = True
         self.record.stream = self.request.stream
         self.record.wanted_len = self.request.wanted_tokens
@@ -238,9 +247,11 @@ class RequestRun:
         """Count the prompt exactly while the request waits for its seat; whatever comes of it, sizing is then over."""
         assert self.work is not None
         assert self.sized is not None
-        tokens = await self.core.sizer.count(self)
-        if tokens is not None:
-            self.work.input_tokens, self.work.exact = tokens, True
+        counted = await self.core.sizer.count(self)
+        if counted is not None:
+            self.work.input_tokens, self.work.exact = counted.tokens, True
+            if counted.ids is not None:
+                prefix_cache.learn(self, counted.ids)
             self.core.policy.on_sized(self.work, trio.current_time())
         self.sized.set()
 

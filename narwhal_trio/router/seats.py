@@ -14,6 +14,7 @@ import trio
 
 from narwhal_trio.core.fifo import QueueFull
 from narwhal_trio.outcomes import Condition, Refusal
+from narwhal_trio.router import prefix_cache
 from narwhal_trio.scheduling.explain import Decision
 from narwhal_trio.scheduling.placement import NoEngine, place
 from narwhal_trio.types import Phase, Role
@@ -56,6 +57,7 @@ async def prefill_seat(run: RequestRun) -> Claim:
     attempt = run.record.attempts + 1
 
     def try_place() -> Claim | None:
+        prefix_cache.refresh(run, trio.current_time())
         placement = _placed(run, Role.PREFILL)
         if placement is None:
             return None
@@ -67,6 +69,8 @@ async def prefill_seat(run: RequestRun) -> Claim:
         _note(run, Role.PREFILL, placement, attempt, now)
         if judgement.refusal is not None:
             raise judgement.refusal
+        if run.prefixes:
+            run.record.cache_placement = prefix_cache.cache_placement(run, engine)
         return core.fleet.claim(engine, Role.PREFILL, work)
 
     claim = await _seat(run, core.prefill_queue, try_place, "prefill", priced=attempt == 1)

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 import attrs
 import trio
 
-from narwhal_trio.engines.answers import AnswerInvalid, read_count
+from narwhal_trio.engines.answers import AnswerInvalid, read_counted
+from narwhal_trio.router import prefix_cache
 from narwhal_trio.scheduling.saturation import SizingDelays
 from narwhal_trio.wire.client import Wire, WireError
 from narwhal_trio.wire.errors import NoRoom
 
 if TYPE_CHECKING:
+    from narwhal_trio.engines.answers import Counted
     from narwhal_trio.engines.dialect import Leg
     from narwhal_trio.router.core import RouterCore
     from narwhal_trio.router.request import RequestRun
@@ -54,10 +56,13 @@ class Sizer:
         self.delays = SizingDelays()
 
     def wanted(self, run: RequestRun) -> bool:
-        """Whether the exact length may change the verdict: the estimate is within a factor of two of a limit."""
+        """Whether the exact length may change the verdict, since the estimate is within a factor of two of a limit, or the ids of the
+        prompt may change its price."""
         core, work = self._core, run.work
         if work is None or run.request is None or work.exact or not core.config.engine.tokenize:
             return False
+        if prefix_cache.wanted(run):
+            return True
         if not core.policy.settings.predictive or not any(engine.profile for engine in core.fleet):
             return False
         low, high = work.input_tokens // 2, 2 * work.input_tokens + _SLACK_TOKENS
@@ -69,8 +74,8 @@ class Sizer:
         verdict = self._core.policy.judge_waiting(imagined, now=trio.current_time(), arrived=run.arrived_at, sized=True)
         return verdict.refusal is not None
 
-    async def count(self, run: RequestRun) -> int | None:
-        """The prompt's exact length within `engine.tokenize_timeout_s`, or None."""
+    async def count(self, run: RequestRun) -> Counted | None:
+        """The prompt's exact length, with its ids where they are of use, within `engine.tokenize_timeout_s`; or None."""
         core = self._core
         assert run.request is not None
         leg = core.dialect.count_request(run.request, model=core.config.model)
@@ -79,13 +84,13 @@ class Sizer:
         started = trio.current_time()
         try:
             with trio.move_on_after(core.config.engine.tokenize_timeout_s):
-                return await self._ask(leg)
+                return await self._ask(leg, with_ids=prefix_cache.wanted(run))
             return None
         finally:  # also where the request ended first: that it had to wait so long is true all the same
             now = trio.current_time()
             self.delays.note(now - started, now)
 
-    async def _ask(self, leg: Leg) -> int | None:
+    async def _ask(self, leg: Leg, *, with_ids: bool) -> Counted | None:
         """One engine after another, until one answers."""
         tried: set[EngineId] = set()
         for _ in range(self._core.config.serving.max_attempts):
@@ -100,9 +105,9 @@ class Sizer:
                     body = await exchange.read_all(_ANSWER_LIMIT)
                     status = exchange.status
                 if status == 200:
-                    tokens = read_count(body)
+                    counted = read_counted(body, with_ids=with_ids)
                     self._backoff.pop(engine.id, None)
-                    return tokens
+                    return counted
             except NoRoom:
                 return None  # no engine's fault
             except (WireError, AnswerInvalid):

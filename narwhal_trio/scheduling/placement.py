@@ -51,6 +51,9 @@ Order: TypeAlias = tuple[bool, bool, Cost, "EngineId"]
 """By what candidates are compared, least first: KV memory full, target missed, cost pair, id."""
 
 
+_PassedOver: TypeAlias = tuple["EngineId", Passed, tuple["Hold", ...]]
+
+
 @attrs.frozen
 class Placement:
     """A chosen engine, the cost pair (lower is better) by which it won, and whom it won against.
@@ -63,7 +66,7 @@ class Placement:
     cost: Cost
     meets_targets: bool = True
     priced: tuple[Order, ...] = attrs.field(default=(), eq=False, repr=False)
-    passed: tuple[tuple[EngineId, Passed, tuple[Hold, ...]], ...] = attrs.field(default=(), eq=False, repr=False)
+    passed: tuple[_PassedOver, ...] = attrs.field(default=(), eq=False, repr=False)
     profiled: bool = attrs.field(default=False, eq=False, repr=False)
 
 
@@ -89,8 +92,30 @@ def place(
 
     other_roles: where no engine of this role is left, take an unpinned one of the other. Raises `NoEngine` if waiting cannot help.
     """
+    pool, passed = _pool(fleet, role, exclude, producer, other_roles=other_roles)
+    profiled = all(engine.profile is not None for engine in pool)
+    cost_of = _prefill_cost if role is Role.PREFILL else _decode_cost
+    priced: list[Order] = []
+    for engine in pool:
+        if engine.has_seat(role):
+            cost, meets = cost_of(engine, work, targets, profiled=profiled)
+            crowded = role is Role.PREFILL and _crowded(engine, work, stranded)
+            priced.append((crowded, not meets, cost, engine.id))
+        else:
+            passed.append((engine.id, Passed.NO_SEAT, ()))
+    if not priced:
+        return None
+    _, misses, cost, chosen = min(priced)
+    by_target = profiled and (role is Role.PREFILL or targets is not None)
+    return Placement(fleet.engines[chosen], cost, not misses, tuple(priced), tuple(passed), by_target)
+
+
+def _pool(
+    fleet: Fleet, role: Role, exclude: AbstractSet[EngineId], producer: EngineId | None, *, other_roles: bool
+) -> tuple[list[Engine], list[_PassedOver]]:
+    """Who may take the leg now or after waiting, and who of the role may not. Raises `NoEngine`."""
     pool: list[Engine] = []
-    passed: list[tuple[EngineId, Passed, tuple[Hold, ...]]] = []
+    passed: list[_PassedOver] = []
     live = False
     for engine in fleet:
         if engine.role is not role:
@@ -112,21 +137,7 @@ def place(
         if len(others) < len(pool):
             pool = others
             passed.append((producer, Passed.PRODUCER, ()))
-    profiled = all(engine.profile is not None for engine in pool)
-    cost_of = _prefill_cost if role is Role.PREFILL else _decode_cost
-    priced: list[Order] = []
-    for engine in pool:
-        if engine.has_seat(role):
-            cost, meets = cost_of(engine, work, targets, profiled=profiled)
-            crowded = role is Role.PREFILL and _crowded(engine, work, stranded)
-            priced.append((crowded, not meets, cost, engine.id))
-        else:
-            passed.append((engine.id, Passed.NO_SEAT, ()))
-    if not priced:
-        return None
-    _, misses, cost, chosen = min(priced)
-    by_target = profiled and (role is Role.PREFILL or targets is not None)
-    return Placement(fleet.engines[chosen], cost, not misses, tuple(priced), tuple(passed), by_target)
+    return pool, passed
 
 
 def _crowded(engine: Engine, work: Work, stranded: Mapping[EngineId, int] | None) -> bool:

@@ -226,7 +226,16 @@ def test_the_reference_table_has_every_key_with_its_true_default() -> None:
     assert rows["engines[].role"].default == "decode"
     assert rows["engines[].shared_device.group"].type == "string"
     assert set(rows) - set(flat) - required == {
-        f"engines[].{name}" for name in ("attestation_url", "role", "pin", "bootstrap_host", "bootstrap_port")
+        f"engines[].{name}"
+        for name in (
+            "attestation_url",
+            "role",
+            "pin",
+            "kv_events",
+            "kv_events_replay",
+            "bootstrap_host",
+            "bootstrap_port",
+        )
     }
 
 
@@ -238,6 +247,8 @@ def test_the_reference_table_documents_every_key() -> None:
     assert {row.key for row in describe() if row.env} == {
         "engines[].url",
         "engines[].attestation_url",
+        "engines[].kv_events",
+        "engines[].kv_events_replay",
         "ha.endpoints",
         "ha.router_id",
         "ha.standby_of",

@@ -253,6 +253,11 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
         ],
     ),
     (
+        "replay without events",
+        {"engines": fleet({"kv_events_replay": "tcp://h:5558"}, {})},
+        ["engines[0].kv_events: must be set where kv_events_replay is: a replay only fills gaps"],
+    ),
+    (
         "bootstrap",
         {"engine": {"backend": "sglang"}, "engines": fleet({"url": "unix:/run/a", "role": "prefill"}, {})},
         ["engines[0].bootstrap_host: must be set, since the engine's URL is a unix socket and has no host"],

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from narwhal_trio.engines.answers import AnswerInvalid, read_count, read_models
+from narwhal_trio.engines.answers import AnswerInvalid, read_count, read_counted, read_models
 from narwhal_trio.engines.dialect import INTERNAL_FIELDS, Accounting, Leg, dialect_for
 from narwhal_trio.engines.handoff import Handoff, HandoffInvalid, rendezvous
 from narwhal_trio.protocol.request import CompletionRequest, parse_request
@@ -318,3 +318,12 @@ def test_rendezvous_is_none_of_vllms() -> None:
         VLLM.prefill_leg(
             parse({"prompt": "x"}), model="m", leg_id=PREFILL, rendezvous=rendezvous("h", 1, random.Random(0))
         )
+
+
+def test_a_count_comes_with_its_ids_where_they_are_wanted() -> None:
+    assert read_counted(b'{"count":2,"tokens":[7,8]}', with_ids=True) == (2, [7, 8])
+    assert read_counted(b'{"count":2,"tokens":[7,8]}') == (2, None)
+    assert read_counted(b'{"count":3,"tokens":[7,8]}', with_ids=True) == (3, None)
+    assert read_counted(b'{"count":3}', with_ids=True) == (3, None)
+    with pytest.raises(AnswerInvalid):
+        read_counted(b'{"count":1,"tokens":[-1]}', with_ids=True)
