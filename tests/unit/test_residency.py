@@ -19,7 +19,7 @@ P0, P1 = EngineId("p0"), EngineId("p1")
 
 def stored(tokens: list[int], *, size: int = 4, parent: Any = None, start: int = 0, **fields: Any) -> BlockStored:
     """The full blocks of `tokens` from block `start` on, named by what they hold."""
-    names = [bytes(str(tokens[: end + size]), "ascii") for end in range(0, len(tokens) - size + 1, size)]
+    names: list[int | bytes] = [bytes(str(tokens[: end + size]), "ascii") for end in range(0, len(tokens) - size + 1, size)]
     return BlockStored(
         names[start:],
         names[start - 1] if start else parent,
@@ -204,7 +204,7 @@ def test_whatever_order_messages_come_in_nothing_breaks(messages: list[tuple[int
     engine.begin()
     for number, kind, which in messages:
         tokens = [which] * 12
-        events = {
+        events: dict[str, Any] = {
             "store": stored(tokens),
             "remove": BlockRemoved([bytes(str(tokens[:4]), "ascii")]),
             "clear": BlocksCleared(),
