@@ -26,7 +26,8 @@ from bench.peers.cases import CASES
 from bench.peers.harness import CaseError, Machine, build_tools, served
 from bench.peers.report import Report, Row, about_machine, insert, markdown, number
 from bench.peers.routers import ROUTERS, Router, narwhal_trio, router
-from narwhal_trio.stress.machine import raise_file_limit, usage_of
+from narwhal_trio.core.descriptors import raise_file_limit
+from narwhal_trio.stress.machine import usage_of
 
 QUICK = 0.25
 

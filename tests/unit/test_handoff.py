@@ -152,11 +152,14 @@ _TWICE = (
 )
 
 
+BLOCK_LISTS: list[list[list[int]]] = [[], [[]], [[1], []], [[0, 2**70]]]
+
+
 @pytest.mark.parametrize(
     "body",
     [
         *(path.read_bytes() for path in sorted((DATA / "legs").glob("*.prefill.answer.json"))),
-        *(json.dumps(answer(remote_block_ids=ids)).encode() for ids in ([], [[]], [[1], []], [[0, 2**70]])),
+        *(json.dumps(answer(remote_block_ids=ids)).encode() for ids in BLOCK_LISTS),
         json.dumps({**answer(remote_block_ids=[[1]]), "usage": {"prompt_tokens": 3}}).encode(),
         json.dumps({**answer(remote_block_ids=[[1]]), "usage": None, "id": None}).encode(),
         _TWICE,

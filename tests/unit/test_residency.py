@@ -19,7 +19,9 @@ P0, P1 = EngineId("p0"), EngineId("p1")
 
 def stored(tokens: list[int], *, size: int = 4, parent: Any = None, start: int = 0, **fields: Any) -> BlockStored:
     """The full blocks of `tokens` from block `start` on, named by what they hold."""
-    names: list[int | bytes] = [bytes(str(tokens[: end + size]), "ascii") for end in range(0, len(tokens) - size + 1, size)]
+    names: list[int | bytes] = [
+        bytes(str(tokens[: end + size]), "ascii") for end in range(0, len(tokens) - size + 1, size)
+    ]
     return BlockStored(
         names[start:],
         names[start - 1] if start else parent,
