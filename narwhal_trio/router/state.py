@@ -28,7 +28,7 @@ def health_document(core: RouterCore) -> dict[str, Any]:
 
 
 def ready_document(core: RouterCore) -> dict[str, Any]:
-    """`status` is `ready` or `not_ready`; `reason` is the first thing that keeps completions away."""
+    """`status` is `ready` or `not_ready`; `reason` is the first thing that keeps completions away. `admission` is what is in force."""
     now, readiness = trio.current_time(), core.readiness
     reason = readiness.reason(now, missing=core.missing_engines())
     return {
@@ -37,6 +37,12 @@ def ready_document(core: RouterCore) -> dict[str, Any]:
         "epoch": readiness.epoch,
         "holder": readiness.holder,
         "reason": reason,
+        "admission": core.admission_mode,
+        **(
+            {"admission_reason": "the fleet has no engine profiles, so nothing is refused by projection"}
+            if core.admission_mode != core.config.serving.admission
+            else {}
+        ),
     }
 
 
@@ -68,7 +74,7 @@ def state_document(core: RouterCore) -> dict[str, Any]:
         "unserved": core.unserved,
         "token_accounting": {endpoint.value: core.dialect.accounting(endpoint).value for endpoint in Endpoint},
         "admission": {
-            "mode": core.config.serving.admission,
+            "mode": core.admission_mode,
             "inflight": core.inflight,
             "limit": core.config.serving.max_connections,
             "queued": admission.waiting,
