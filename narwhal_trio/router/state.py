@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import msgspec
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["health_document", "ready_document", "request_document", "requests_document", "state_document"]
 
 
+_UNPROFILED: Final = "the fleet has no engine profiles, so nothing is refused by projection"
+
+
 def health_document(core: RouterCore) -> dict[str, Any]:
     """Always answered with 200: `status` says in what state the router is, not whether it takes work."""
     live = len(core.fleet.live())
@@ -28,8 +31,10 @@ def health_document(core: RouterCore) -> dict[str, Any]:
 
 
 def ready_document(core: RouterCore) -> dict[str, Any]:
-    """`status` is `ready` or `not_ready`; `reason` is the first thing that keeps completions away. `admission` is what is in force."""
+    """`status` is `ready` or `not_ready`; `reason` is the first thing that keeps completions away. `admission` where it isn't
+    what was configured."""
     now, readiness = trio.current_time(), core.readiness
+    unprofiled = core.admission_mode != core.config.serving.admission
     reason = readiness.reason(now, missing=core.missing_engines())
     return {
         "status": "not_ready" if reason else "ready",
@@ -37,12 +42,7 @@ def ready_document(core: RouterCore) -> dict[str, Any]:
         "epoch": readiness.epoch,
         "holder": readiness.holder,
         "reason": reason,
-        "admission": core.admission_mode,
-        **(
-            {"admission_reason": "the fleet has no engine profiles, so nothing is refused by projection"}
-            if core.admission_mode != core.config.serving.admission
-            else {}
-        ),
+        **({"admission": "open", "admission_reason": _UNPROFILED} if unprofiled else {}),
     }
 
 

@@ -72,7 +72,6 @@ def test_no_engine_at_all_and_its_end() -> None:
                 "epoch": 0,
                 "holder": "",
                 "reason": "",
-                "admission": "open",
             }
             for engine in s.engines.values():
                 engine.kill()
