@@ -513,7 +513,13 @@ def test_o19_every_terminal_has_its_counter_and_its_row(tmp_path: Path) -> None:
             counters = f.router.core.accounting.counters()
             seen = Counter(row["terminal"] for row in f.rows)
             assert seen == {
-                "completed": 2, "invalid": 2, "refused": 1, "expired": 2, "cancelled": 2, "failed": 1, "rejected": 1
+                "completed": 2,
+                "invalid": 2,
+                "refused": 1,
+                "expired": 2,
+                "cancelled": 2,
+                "failed": 1,
+                "rejected": 1,
             }
             names = {"completed": "served", "invalid": "invalid_requests"}
             assert {terminal: counters[names.get(terminal, terminal)] for terminal in seen} == seen
