@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from narwhal_trio.protocol.events import FoldRules, Frame
     from narwhal_trio.protocol.sse import SseEvent
+    from narwhal_trio.protocol.template import Template
 
 __all__ = ["AssemblyFold"]
 
@@ -58,15 +59,16 @@ class AssemblyFold(StreamFold):
             if self._bytes > self.rules.max_response_bytes:
                 self._over_limit()
                 break
+            template: Template | None
             for template in self._templates:
                 hit = template.match(event)
                 if hit is not None:
-                    count, text, ids = hit
-                    if text:
-                        self._texts[template.field].append(text)
-                    if ids and self.rules.expose_token_ids:
-                        self._ids.append(ids)
                     break
+            else:
+                template, hit = self._recall(event)
+            if template is not None and hit is not None:
+                count = hit[0]
+                self._take(template, hit[1], hit[2])
             else:
                 count = self._general(event)
                 if self.stopped:
@@ -156,6 +158,20 @@ class AssemblyFold(StreamFold):
             self.done = False
             self.fault = self.fault or exc.fault
 
+    def _take(self, template: Template, text: bytes, ids: bytes) -> None:
+        """Fold what a template has found."""
+        if template.field:
+            pieces = self._texts.get(template.field)
+            if pieces is None:
+                pieces = self._texts[template.field] = []
+            if text:
+                pieces.append(text)
+        if ids and self.rules.expose_token_ids:
+            self._ids.append(ids)
+        if template.finish:
+            self.finish_reason = template.finish
+            self._keep(self._kept, "finish_reason", msgspec.json.encode(template.finish))
+
     def _general(self, event: SseEvent) -> int:
         """Fold an event that no template fits. Returns its tokens."""
         frame = self._opened(event)
@@ -172,6 +188,10 @@ class AssemblyFold(StreamFold):
         else:
             self.output_started = self._answers(count, self.finish_reason)
         return count
+
+    def _agrees(self, shape: Template) -> bool:
+        meta = self._meta
+        return all(name == "object" or meta.get(name) == value for name, value in shape.others)
 
     def _fold(self, frame: Frame, ids: list[int]) -> None:
         meta = self._meta

@@ -21,17 +21,20 @@ from narwhal_trio.protocol.events import (
     unreadable_error,
 )
 from narwhal_trio.protocol.sse import SseParser
-from narwhal_trio.protocol.template import Template, learn
+from narwhal_trio.protocol.template import OPENING, Shapes, Template, learn
 from narwhal_trio.protocol.tokens import TokenLedger, token_ids
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from narwhal_trio.protocol.events import FoldRules
     from narwhal_trio.protocol.sse import SseEvent
 
 __all__ = ["StreamFold"]
 
-_TEMPLATES: Final = 3
-"""Shapes that a stream may mix: text, ids whose text is held back, reasoning."""
+_TEMPLATES: Final = 6
+"""Shapes that a stream may mix: text, ids whose text is held back, reasoning, each of them with a finish reason."""
+_shapes: Final = Shapes()
 _LESSONS: Final = 24
 """Events that one stream may try to learn from: streams whose every event differs must not pay for it again and again."""
 
@@ -52,8 +55,10 @@ class StreamFold:
         self.finish_reason: str | None = None
         self.ledger = TokenLedger()
         self._parser = SseParser(rules.max_response_bytes)
+        self._opening = b""  # how the latest event opened that no template fitted
         self._templates: list[Template] = []
         self._lessons = _LESSONS
+        self._family: Hashable = None
 
     def _fail(self, condition: Condition, detail: str, *, transient: bool = True) -> None:
         self.fault = StreamFault(condition, detail, transient=transient)
@@ -113,13 +118,43 @@ class StreamFold:
             return False
         return bool(finish)
 
+    def _recall(self, event: SseEvent) -> tuple[Template, tuple[int, bytes, bytes]] | tuple[None, None]:
+        """A template that another stream has learned and that this event fits, and what it finds there."""
+        if not self.output_started or self._lessons <= 0:
+            return None, None
+        if not (self._opening and event.data.startswith(self._opening)):
+            opening, rules = OPENING.match(event.data), self.rules
+            if opening is None:
+                self._opening = b""
+                return None, None
+            self._opening = opening[0]
+            kind = (type(self), rules.endpoint, rules.token_ids, rules.expose_token_ids, rules.matched_stop)
+            self._family = kind, opening.groups()
+        for shape in _shapes.of(self._family):
+            hit = shape.match(event, len(self._opening))
+            if hit is not None and self._agrees(shape):
+                template = shape.after(self._opening)
+                self._keep_template(template)
+                return template, hit
+        return None, None
+
+    def _agrees(self, _shape: Template) -> bool:
+        """Whether an event of this shape changes nothing but text, ids and finish reason in the fold of this stream."""
+        return True
+
     def _learn(self, frame: Frame, ids: list[int]) -> None:
         """Learn the shape of the events to come from one that was understood and that no template fitted."""
         if self._lessons > 0 and bool(ids) == self.rules.token_ids:
             self._lessons -= 1
-            template = learn(frame, ids)
-            if template is not None:
-                self._templates = [template, *self._templates[: _TEMPLATES - 1]]
+            shape = learn(frame, ids, self._opening if frame.data.startswith(self._opening) else b"")
+            if shape is None:
+                return
+            if shape.shareable:
+                _shapes.add(self._family, shape)
+            self._keep_template(shape.after(self._opening) if shape.shareable else shape)
+
+    def _keep_template(self, template: Template) -> None:
+        self._templates = [template, *self._templates[: _TEMPLATES - 1]]
 
     def _check_size(self) -> None:
         """Call after each read: an event that outgrew the limit ends the stream, once those before it are folded."""

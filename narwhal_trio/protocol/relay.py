@@ -15,6 +15,7 @@ from narwhal_trio.protocol.splice import without_ids
 
 if TYPE_CHECKING:
     from narwhal_trio.protocol.sse import SseEvent
+    from narwhal_trio.protocol.template import Template
 
 __all__ = ["AssemblyFold", "FoldRules", "RelayFold", "StreamFault"]
 
@@ -41,13 +42,19 @@ class RelayFold(StreamFold):
         out: list[bytes] = []
         tokens = bearing = first = 0
         for event in self._parser.feed(data):
+            template: Template | None
             for template in self._templates:
                 hit = None if event.framed else template.match(event)
                 if hit is not None:
-                    count, text, _ = hit
-                    before, after = template.shown
-                    out += (b"data: ", event.data, b"\n\n") if expose else (before, text, after)
                     break
+            else:
+                template, hit = (None, None) if event.framed else self._recall(event)
+            if template is not None and hit is not None:
+                count, text, _ = hit
+                before, after = template.shown
+                out += (b"data: ", event.data, b"\n\n") if expose else (before, text, after)
+                if template.finish:
+                    self.finish_reason = template.finish
             else:
                 count = self._general(event, out)
                 if self.stopped:

@@ -105,11 +105,21 @@ def naive(events: list[dict[str, Any]], expose: bool, prompt_tokens: int) -> dic
 
 @given(st.data(), chat_events(), st.booleans())
 def test_the_response_is_the_naive_fold(data: st.DataObject, parts: list[dict[str, Any]], expose: bool) -> None:
-    meta = st.fixed_dictionaries(
-        {"id": st.just("c")},
-        optional={"model": st.sampled_from([None, "m", "n"]), "usage": st.none() | st.just({"x": 1})},
+    # Streams open their events in a few ways, each with its own id: what one has learned must serve another, or leave it alone.
+    opening = {"id": data.draw(st.sampled_from(["c", "c-d", "é"]))} | data.draw(
+        st.sampled_from([{}, {"object": "x", "created": 12}, {"created": 7, "model": "m"}])
     )
-    events = [{**data.draw(meta), "choices": [part]} for part in parts]
+    last = st.fixed_dictionaries(
+        {}, optional={"system_fingerprint": st.sampled_from([None, "a", "b"]), "id": st.just("c")}
+    )
+    meta = st.fixed_dictionaries(
+        {}, optional={"model": st.sampled_from([None, "m", "n"]), "usage": st.none() | st.just({"x": 1})}
+    )
+    odd = data.draw(st.booleans())
+    events = [
+        {**opening, **(data.draw(meta) if odd else {}), "choices": [part], **(data.draw(last) if odd else {})}
+        for part in parts
+    ]
     if data.draw(st.booleans()):
         events.append({"id": "c", "choices": [], "usage": {"total": 9}})
     ascii_only = data.draw(st.booleans())

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from narwhal_trio.outcomes import Condition
+from narwhal_trio.protocol import fold
 from narwhal_trio.protocol.relay import FoldRules, RelayFold
+from narwhal_trio.protocol.template import Shapes, Template
 from narwhal_trio.types import Endpoint
+
+if TYPE_CHECKING:
+    from narwhal_trio.protocol.sse import SseEvent
 
 DONE = b"data: [DONE]\n\n"
 
@@ -555,3 +560,41 @@ def test_nesting_near_the_interpreters_limit_never_raises(shape: bytes) -> None:
         fold = RelayFold(rules(Endpoint.CHAT))
         fold.feed(frame(shape.replace(b"X", b"[" * depth + b"]" * depth)) * 3 + DONE, 1.0)
         assert fold.fault is not None or fold.done
+
+
+def test_a_stream_is_read_by_what_another_one_has_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for its first event, which nobody can know."""
+    taken_apart = 0
+    general = RelayFold._general
+
+    def counted(self: RelayFold, event: SseEvent, out: list[bytes]) -> int:
+        nonlocal taken_apart
+        taken_apart += event.data != b"[DONE]"
+        return general(self, event, out)
+
+    monkeypatch.setattr(RelayFold, "_general", counted)
+    monkeypatch.setattr(fold, "_shapes", Shapes())
+    for number, effort in ((1, 3), (2, 1), (3, 1)):
+        head = {"id": f"cmpl-{number}", "object": "text_completion", "created": 1700000000 + number, "model": "m"}
+        stream = [text("a", 1), text("b", 2), text("c", 3), text("d", 4, finish_reason="stop")]
+        sent = [{**event, **head, "choices": event["choices"]} for event in stream]
+        for event in sent:
+            event["choices"] = event.pop("choices")  # last, as engines have it
+        stripped = [json.loads(json.dumps(event)) for event in sent]
+        for event in stripped:
+            del event["choices"][0]["token_ids"]
+        taken_apart = 0
+        relay = RelayFold(rules())
+        assert relay.feed(b"".join(map(frame, sent)) + DONE, 1.0) == b"".join(map(frame, stripped)) + DONE
+        assert (relay.finish_reason, relay.ledger.count, taken_apart) == ("stop", 4, effort)
+
+
+def test_what_streams_learn_is_bounded() -> None:
+    shapes = Shapes(families=2, each=2)
+    found = [Template("text", b"%d" % number, b"", b"", (b"", b"")) for number in range(5)]
+    for template in found[:3]:
+        shapes.add("a", template)
+    assert shapes.of("a") == (found[2], found[1])
+    shapes.add("b", found[3])
+    shapes.add("c", found[4])
+    assert [shapes.of(family) for family in "abc"] == [(), (), (found[4],)]
