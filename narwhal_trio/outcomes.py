@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import attrs
+import msgspec
 
 from narwhal_trio.types import AbortCause, Phase, Terminal, Vocabulary
 
@@ -130,8 +131,7 @@ TABLE: Final[Mapping[Condition, Row]] = {
 }
 
 
-@attrs.frozen
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True, gc=False):
     """How one request ended: a value, never an exception that crosses a nursery.
 
     message: what the client reads; detail: what only the journal and the log read (may hold engine text).

@@ -148,10 +148,13 @@ class Accounting:
             self.tpot.observe(record.tpot_s)
         if record.seat_s is not None:
             self.seat.observe(record.seat_s)
-        waits = record.queue_waits
-        for stage, wait in zip(STAGES, (waits.admission, waits.prefill, waits.decode), strict=True):
-            if wait is not None:
-                self.queue_waits[stage].observe(wait)
+        waits, histograms = record.queue_waits, self.queue_waits
+        if waits.admission is not None:
+            histograms["admission"].observe(waits.admission)
+        if waits.prefill is not None:
+            histograms["prefill"].observe(waits.prefill)
+        if waits.decode is not None:
+            histograms["decode"].observe(waits.decode)
 
     def _client_label(self, client: str) -> str:
         if client not in self._client_names:
@@ -192,11 +195,12 @@ class Accounting:
             self._open_legs[record.rid] = left
         else:
             self._open_legs.pop(record.rid, None)
-        for sums in (self.upstream_seconds, record.upstream_seconds):
-            if role is Role.PREFILL:
-                sums.prefill += seconds
-            else:
-                sums.decode += seconds
+        if role is Role.PREFILL:
+            self.upstream_seconds.prefill += seconds
+            record.upstream_seconds.prefill += seconds
+        else:
+            self.upstream_seconds.decode += seconds
+            record.upstream_seconds.decode += seconds
 
     def tokens_observed(self, record: Record, tokens: int) -> None:
         """Output tokens arrived from a decode engine, whatever becomes of them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
+from math import inf
 from typing import TYPE_CHECKING, Final
 
 import attrs
@@ -43,7 +44,7 @@ class Histogram:
         self.counts = [0] * (len(self.bounds) + 1)
 
     def observe(self, seconds: float) -> None:
-        if not 0.0 <= seconds < float("inf"):
+        if not 0.0 <= seconds < inf:
             self.discarded += 1
             return
         self.counts[bisect_left(self.bounds, seconds)] += 1

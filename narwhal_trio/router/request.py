@@ -11,12 +11,12 @@ crosses the nursery is a bug.
 from __future__ import annotations
 
 import math
-import uuid
 from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 import trio
 
+from narwhal_trio.core.ids import new_request_id
 from narwhal_trio.core.lifetime import Lifetime
 from narwhal_trio.core.sink import BodyFault, BodyTooLarge
 from narwhal_trio.observe.log import traceback_of
@@ -32,7 +32,7 @@ from narwhal_trio.router.seats import admission_seat
 from narwhal_trio.scheduling.fleet import Work
 from narwhal_trio.scheduling.ledger import HandoffResult
 from narwhal_trio.scheduling.retry import RetryVerdict
-from narwhal_trio.types import AbortCause, Endpoint, EngineId, Phase, RequestId, Role
+from narwhal_trio.types import AbortCause, Endpoint, EngineId, Phase, Role
 
 if TYPE_CHECKING:
     from narwhal_trio.core.sink import Headers, Inbound, Sink
@@ -74,7 +74,7 @@ class RequestRun:
         self.endpoint = endpoint
         self.inbound = inbound
         self.sink = sink
-        self.rid = RequestId(str(uuid.uuid4()))
+        self.rid = new_request_id()
         self.arrived_at = inbound.arrived_at
         self.record = Record(
             rid=self.rid,

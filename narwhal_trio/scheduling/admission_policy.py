@@ -21,6 +21,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import msgspec
 
 from narwhal_trio.outcomes import Condition, Refusal
 from narwhal_trio.scheduling.capacity import Candidate, decode_shortage
@@ -84,8 +85,7 @@ class AdmissionSettings:
         )
 
 
-@attrs.frozen
-class Judgement:
+class Judgement(msgspec.Struct, frozen=True):
     """About one placement. price: `admission_price` of the journal row, None for a retry. refusal: the 429, None to go ahead."""
 
     price: dict[str, Any] | None
@@ -168,7 +168,7 @@ class AdmissionPolicy:
         if (
             give_up_at < now
         ):  # let off because it is not sized; it is still over budget once the rest of its price alone is
-            give_up_at = attrs.evolve(price, own_prefill_s=0.0).give_up_at(budget_s)
+            give_up_at = msgspec.structs.replace(price, own_prefill_s=0.0).give_up_at(budget_s)
         return Waiting(None, math.nextafter(give_up_at, math.inf))
 
     def _decode_refusal(

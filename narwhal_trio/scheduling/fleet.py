@@ -120,8 +120,9 @@ class Engine:
         return profile.prefill_seconds(work.input_tokens)
 
     def has_seat(self, role: Role) -> bool:
-        seats = self.prefill_seats if role is Role.PREFILL else self.decode_seats
-        return seats == 0 or self.residents(role) < seats
+        if role is Role.PREFILL:
+            return not self.prefill_seats or len(self.prefills) < self.prefill_seats
+        return not self.decode_seats or len(self.decodes) < self.decode_seats
 
 
 class ClaimWatch(Protocol):
@@ -212,7 +213,8 @@ class Fleet:
 
     def live(self, role: Role | None = None) -> list[Engine]:
         """Engines that take new work, of one role or of any."""
-        return [engine for engine in self if engine.live and (role is None or engine.role is role)]
+        engines = self.engines.values()
+        return [engine for engine in engines if not engine.holds and (role is None or engine.role is role)]
 
     def hold(self, engine_id: EngineId, hold: Hold) -> None:
         self.engines[engine_id].holds.add(hold)

@@ -7,11 +7,12 @@ who looks at the ledger calls first, so it needs no task.
 
 from __future__ import annotations
 
-import enum
 import heapq
 from typing import TYPE_CHECKING
 
 import attrs
+
+from narwhal_trio.types import Vocabulary
 
 if TYPE_CHECKING:
     from narwhal_trio.types import EngineId
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["HandoffEntry", "HandoffLedger", "HandoffResult"]
 
 
-class HandoffResult(enum.Enum):
+class HandoffResult(Vocabulary):
     ACCEPTED = "accepted"
     RELEASED = "released"
     LEASE_EXPIRED = "lease_expired"

@@ -11,8 +11,6 @@ from collections import defaultdict
 from operator import mul
 from typing import TYPE_CHECKING, Final
 
-import attrs
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -77,27 +75,24 @@ class TokensLeft:
 
     def put(self, bucket: int, kv: int) -> None:
         """A member more; bucket -1: of unknown length."""
-        self.requests += 1
-        self.kv_tokens += kv
-        if bucket >= 0:
-            self._add(bucket, 1, kv)
+        self._change(bucket, 1, kv)
 
     def take(self, bucket: int, kv: int) -> None:
-        self.requests -= 1
-        self.kv_tokens -= kv
+        self._change(bucket, -1, -kv)
+
+    def _change(self, bucket: int, count: int, kv: int) -> None:
+        self.requests += count
+        self.kv_tokens += kv
         if bucket >= 0:
-            self._add(bucket, -1, -kv)
+            self._counts[bucket] += count
+            self._kv[bucket] += kv
+            self._counts_16[bucket >> 4] += count
+            self._kv_16[bucket >> 4] += kv
 
     def move(self, old: int, new: int, kv: int) -> None:
         """One member's tokens left went from one bucket to another; its KV tokens at the end are the same."""
-        self._add(old, -1, -kv)
-        self._add(new, 1, kv)
-
-    def _add(self, bucket: int, count: int, kv: int) -> None:
-        self._counts[bucket] += count
-        self._kv[bucket] += kv
-        self._counts_16[bucket >> 4] += count
-        self._kv_16[bucket >> 4] += kv
+        self._change(old, -1, -kv)
+        self._change(new, 1, kv)
 
     def requests_below(self, bucket: int) -> int:
         """Members in the buckets before this one."""
@@ -137,13 +132,13 @@ class WaitingDecodes(TokensLeft):
         """Bit n is set while a member's KV tokens fall into bucket n."""
 
     def put(self, bucket: int, kv: int) -> None:
-        super().put(bucket, kv)
+        self._change(bucket, 1, kv)
         size = bucket_of(kv)
         self._sizes[size] += 1
         self._sizes_used |= 1 << size
 
     def take(self, bucket: int, kv: int) -> None:
-        super().take(bucket, kv)
+        self._change(bucket, -1, -kv)
         size = bucket_of(kv)
         self._sizes[size] -= 1
         if not self._sizes[size]:
@@ -161,20 +156,19 @@ class WaitingDecodes(TokensLeft):
         return super().is_empty() and not self._sizes_used and not any(self._sizes)
 
 
-@attrs.define(eq=False)
 class _Decode:
     """One decode, present or future.
 
     until: the output length at which it is expected to end. low: shortest length of its bucket. prefilled: its prefill has succeeded.
     """
 
-    work: Work
-    group: TokensLeft
-    until: int = 0
-    bucket: int = _UNKNOWN
-    low: int = 0
-    kv: int = 0
-    prefilled: bool = False
+    __slots__ = ("bucket", "group", "kv", "low", "prefilled", "until", "work")
+
+    def __init__(self, work: Work, group: TokensLeft, expected: int) -> None:
+        self.work = work
+        self.group = group
+        self.prefilled = False
+        self.enter(expected)
 
     def enter(self, expected: int) -> None:
         """Count it in its group. expected: output length, 0 if it is not known."""
@@ -259,9 +253,10 @@ class Occupancy:
             decode.leave()
 
     def _enter(self, work: Work, group: TokensLeft) -> None:
-        self.leave(work)
-        decode = self._decodes[work.rid] = _Decode(work, group)
-        decode.enter(self._expected(work))
+        before = self._decodes.pop(work.rid, None)
+        if before is not None:
+            before.leave()
+        self._decodes[work.rid] = _Decode(work, group, self._expected(work))
 
     @property
     def at_rest(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import attrs
+import msgspec
 
 from narwhal_trio.outcomes import Condition, Refusal
 from narwhal_trio.types import Role
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Price", "cheapest_price", "own_prefill_seconds", "price_on", "refuse_over_budget"]
 
 
-@attrs.frozen(kw_only=True)
-class Price:
+class Price(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A projected TTFT on one engine, by its parts.
 
     arrived: when the request arrived. backlog_s: infinite on an engine that decodes and would have to prefill as well, since the
@@ -142,7 +141,7 @@ def refuse_over_budget(
                 f"this prompt's own prefill prices TTFT at {floor_s:.2f}s against the {budget_s:.2f}s budget; no queue drains "
                 f"that, so shorten the prompt or raise the target (slo.ttft_s){caveat}",
             )
-        price = attrs.evolve(price, own_prefill_s=0.0)
+        price = msgspec.structs.replace(price, own_prefill_s=0.0)
         if not price.over_budget(budget_s, now):
             return None
     return Refusal(
