@@ -1,19 +1,23 @@
 """What predictive admission costs: one decision with many residents and waiting requests, and the hooks of a request's life.
 
-Run `python bench/bench_admission.py`. Times are the best of several passes, microseconds of CPU. The decision must stay below 100 us with
-10,000 residents and 1,000 waiting requests, and must grow more slowly than their number. Each scenario drives the decision down another
-path; the last column says what it decided.
+    python bench/bench_admission.py [--json] [--quick] [--rounds N]
+
+CPU microseconds. The decision must stay below 100 us with 10,000 residents and 1,000 waiting requests, and must grow more slowly than
+their number. Each scenario drives the decision down another path; the last column says what it decided.
 """
 
 from __future__ import annotations
 
 import random
-import time
-import timeit
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, not as a module
+
+from bench.timing import cpu_us, parse
 from narwhal_trio.scheduling.admission_policy import AdmissionPolicy, AdmissionSettings
 from narwhal_trio.scheduling.fleet import Claim, Engine, Fleet, Work
 from narwhal_trio.scheduling.profile import Profile
@@ -113,27 +117,22 @@ def scenarios() -> dict[str, tuple[Callable[[int, int], Profile], float]]:
     }
 
 
-def measure(run: Callable[[], object], *, number: int = 200) -> float:
-    return min(timeit.repeat(run, number=number, repeat=7, timer=time.thread_time)) / number * 1e6
-
-
 def main() -> None:
-    sizes = [(100, 10), (1000, 100), (10_000, 1000)]
-    print(f"one decision, {ENGINES} prefill and {ENGINES} decode engines, us")
-    print(f"{'residents + waiting':28}" + "".join(f"{r:>9} + {w:<5}" for r, w in sizes))
+    bench = parse(__doc__)
+    sizes = [(100, 10), (1000, 100), *([] if bench.quick else [(10_000, 1000)])]
     for name, (profile, short) in scenarios().items():
-        cells = []
-        verdict = ""
         for residents, waiting in sizes:
             world = World(residents, waiting, profile(residents, waiting), short=short)
             verdict = world.judge()
-            cells.append(f"{measure(world.judge):12.1f}    ")
-        print(f"{name:28}{''.join(cells)} {verdict}")
-    world = World(10_000, 1000, PROFILE)
-    print("\nhooks with 10,000 residents, us")
-    print(f"{'decode claim and release':28}{measure(world.first_output):12.1f}")
-    print(f"{'read of one token':28}{measure(world.read):12.1f}")
-    print(f"{'completion':28}{measure(world.complete):12.1f}")
+            title = f"decision, {name}, {residents:,} residents and {waiting:,} waiting"
+            bench.add(title, cpu_us(world.judge, rounds=bench.rounds), note=verdict)
+    world = World(*sizes[-1], PROFILE)
+    for name, hook in (
+        ("decode claim and release", world.first_output),
+        ("read of one token", world.read),
+        ("completion", world.complete),
+    ):
+        bench.add(f"{name}, {sizes[-1][0]:,} residents", cpu_us(hook, rounds=bench.rounds))
 
 
 if __name__ == "__main__":

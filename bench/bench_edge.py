@@ -1,23 +1,25 @@
 """CPU of the HTTP/1.1 edge over loopback: microseconds per request and per streamed chunk.
 
-    python bench/bench_edge.py [--requests 5000] [--chunks 50000] [--rounds 3]
+    python bench/bench_edge.py [--json] [--quick] [--rounds N]
 
 The client is a process of its own that writes and reads raw bytes; what is counted is the CPU time of the server's process, system calls
-included. `floor_us` is a bare trio task that receives each request and sends a fixed answer without looking at it: what the kernel and
-the event loop cost here. `overhead_us` is the difference. Prints one JSON object, the best round of each.
+included. The floor is a bare trio task that receives each request and sends a fixed answer without looking at it: what the kernel and the
+event loop cost here.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import socket
 import sys
-import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trio
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, not as a module
+
+from bench.timing import Bench, cpu_us_async, parse
 from narwhal_trio.edge.listen import open_listeners, serve
 from narwhal_trio.edge.settings import EdgeSettings, EdgeState
 
@@ -83,45 +85,39 @@ async def floor(port_box: list[int], task_status: trio.TaskStatus[None]) -> None
                     sock.send(answer)
 
 
-async def measure(port: int, path: str, count: int) -> float:
-    began = time.process_time()
-    await trio.run_process([sys.executable, __file__, "--client", path, "--port", str(port), "--requests", str(count)])
-    return time.process_time() - began
+async def drive(port: int, path: str, count: int) -> None:
+    await trio.run_process([sys.executable, __file__, "--client", str(port), path, str(count)])
 
 
-async def main(requests: int, chunks: int, rounds: int) -> None:
+async def measure(bench: Bench) -> None:
     settings = EdgeSettings(keepalive_requests=10**9)
     state = EdgeState()
+    requests, chunks = bench.number(5000, 200), bench.number(50_000, 1000)
     async with trio.open_nursery() as nursery:
         listeners = await open_listeners(["127.0.0.1:0"])
         await nursery.start(serve, listeners, app, settings, state)
         port = listeners[0].bind.port
         floor_port: list[int] = []
         await nursery.start(floor, floor_port)
-        result: dict[str, float] = {}
+        # Starting the client costs this process, too: it is taken off.
+        idle = min(await cpu_us_async(lambda: drive(port, "/unary", 0), rounds=bench.rounds, per=1))
         for name, where, path, count, per in (
-            ("floor_us", floor_port[0], "/unary", requests, requests),
-            ("request_us", port, "/unary", requests, requests),
-            ("watched_request_us", port, "/watched", requests, requests),
-            ("chunk_us", port, f"/stream/{chunks}", 1, chunks),
+            ("request, floor", floor_port[0], "/unary", requests, requests),
+            ("request", port, "/unary", requests, requests),
+            ("request whose client is watched", port, "/watched", requests, requests),
+            ("streamed chunk", port, f"/stream/{chunks}", 1, chunks),
         ):
-            idle = await measure(where, path, 0)
-            best = min([await measure(where, path, count) for _ in range(rounds)])
-            result[name] = round((best - idle) / per * 1e6, 2)
-        result["overhead_us"] = round(result["request_us"] - result["floor_us"], 2)
-        print(json.dumps(result))
+
+            async def run(where: int = where, path: str = path, count: int = count) -> None:
+                await drive(where, path, count)
+
+            samples = await cpu_us_async(run, rounds=bench.rounds, per=per)
+            bench.add(name, [each - idle / per for each in samples])
         nursery.cancel_scope.cancel()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=5000)
-    parser.add_argument("--chunks", type=int, default=50000)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--client", help=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.client:
-        client(options.port, options.client, options.requests)
+    if sys.argv[1:2] == ["--client"]:
+        client(int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
     else:
-        trio.run(main, options.requests, options.chunks, options.rounds)
+        trio.run(measure, parse(__doc__, rounds=3))

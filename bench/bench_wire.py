@@ -1,33 +1,30 @@
 """What the engine client costs: CPU microseconds of this process per exchange and per received chunk.
 
-    python bench/bench_wire.py [--json]
+    python bench/bench_wire.py [--json] [--quick] [--rounds N]
 
-The engine is a second process on raw non-blocking sockets; it is not measured. Figures are the lowest of several rounds.
+The engine is a second process on raw non-blocking sockets; it is not measured.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
-import json
 import selectors
 import socket
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import attrs
 import httpx
 import trio
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, not as a module
+
+from bench.timing import Bench, cpu_us, cpu_us_async, parse
 from narwhal_trio.wire.address import Address, parse_address
 from narwhal_trio.wire.client import Wire
 from narwhal_trio.wire.control import WireTransport
 from narwhal_trio.wire.stream import SocketDialer
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
 
 HEAD = (
     b"HTTP/1.1 200 OK\r\ndate: Sun, 29 Nov 2026 20:27:10 GMT\r\nserver: uvicorn\r\nvary: Origin\r\n"
@@ -152,67 +149,43 @@ async def stream(wire: Wire, address: Address, streams: int) -> int:
     return reads
 
 
-async def measured(run: Callable[[], Awaitable[object]], units: int, rounds: int) -> float:
-    """Lowest CPU microseconds of this process per unit."""
-    best = float("inf")
-    for _ in range(rounds):
-        gc.collect()
-        start = time.process_time()
-        await run()
-        best = min(best, (time.process_time() - start) * 1e6 / units)
-    return round(best, 1)
-
-
-async def client(port: int, chunks: int, rounds: int) -> dict[str, float]:
+async def client(bench: Bench, port: int, chunks: int) -> None:
     address = parse_address(f"http://127.0.0.1:{port}")
     wire = Wire(SocketDialer())
-    results: dict[str, float] = {}
+    count = bench.number(1000, 50)
     await unary(wire, address, 200)
     head = wire.head(address)
-    encode = await measured(_repeat(lambda: head.encode(b"POST", b"/unary", HEADERS, BODY), 2000), 2000, rounds)
-    results["request encoding"] = encode
-    results["exchange, warm"] = await measured(lambda: unary(wire, address, 1000), 1000, rounds)
-    results["exchange, cold (connect and close)"] = await measured(lambda: cold(wire, address, 500), 500, rounds)
-    results["exchange over httpx, warm"] = await measured(lambda: over_httpx(wire, address, 500), 500, rounds)
+    bench.add("request encoding", cpu_us(lambda: head.encode(b"POST", b"/unary", HEADERS, BODY), rounds=bench.rounds))
+    for name, run in (
+        ("exchange, warm", unary),
+        ("exchange, cold (connect and close)", cold),
+        ("exchange over httpx, warm", over_httpx),
+    ):
+        samples = await cpu_us_async(lambda run=run: run(wire, address, count), rounds=bench.rounds, per=count)  # type: ignore[misc]
+        bench.add(name, samples)
     for streams in (1, 64, 256):
-        units = streams * chunks
-        cost = await measured(lambda streams=streams: stream(wire, address, streams), units, min(rounds, 3))  # type: ignore[misc]
-        results[f"received chunk, {streams} streams"] = cost
+        samples = await cpu_us_async(
+            lambda streams=streams: stream(wire, address, streams),  # type: ignore[misc]
+            rounds=min(bench.rounds, 3),
+            per=streams * chunks,
+        )
+        bench.add(f"received chunk, {streams} streams", samples)
     wire.close_now()
-    return results
-
-
-def _repeat(call: Callable[[], object], count: int) -> Callable[[], Awaitable[None]]:
-    async def run() -> None:
-        for _ in range(count):
-            call()
-
-    return run
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--chunks", type=int, default=250, help="chunks per stream (250)")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.engine:
-        run_engine(arguments.chunks)
+    if sys.argv[1:2] == ["--engine"]:
+        run_engine(int(sys.argv[2]))
         return
-    command = [sys.executable, __file__, "--engine", "--chunks", str(arguments.chunks)]
+    bench = parse(__doc__)
+    chunks = bench.number(250, 20)
+    command = [sys.executable, __file__, "--engine", str(chunks)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as engine:
         try:
             assert engine.stdout is not None
-            port = int(engine.stdout.readline())
-            results = trio.run(client, port, arguments.chunks, arguments.rounds)
+            trio.run(client, bench, int(engine.stdout.readline()), chunks)
         finally:
             engine.kill()
-    if arguments.json:
-        print(json.dumps({"unit": "CPU us", **results}))
-    else:
-        for name, value in results.items():
-            print(f"{name:40} {value:8.1f} us")
 
 
 if __name__ == "__main__":

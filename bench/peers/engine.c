@@ -289,6 +289,14 @@ static void completion(struct connection *c, const char *body, size_t size, bool
     bool keeps_kv = holds(body, "do_remote_decode", "true");
     bool rendezvous = member(body, "bootstrap_room") != NULL;
     bool prefill = keeps_kv || (c->role == PREFILL && rendezvous);
+    char named[256];
+    snprintf(named, sizeof named, "\"%s\"", model);
+    if (member(body, "model") && !holds(body, "model", named)) { /* how our router releases a hand-off that nobody fetches */
+        static const char unknown[] = "{\"error\":{\"message\":\"The model does not exist.\",\"type\":\"NotFoundError\",\"param\":\"model\",\"code\":404}}";
+        respond(c, 404, "application/json", unknown, sizeof unknown - 1);
+        flush(c);
+        return;
+    }
     c->chat = chat;
     c->ids = holds(body, "return_token_ids", "true");
     c->usage = holds(body, "include_usage", "true");

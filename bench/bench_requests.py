@@ -1,15 +1,25 @@
-"""What one request costs before anything is sent: parse and both legs, against doing the same with the standard library.
+"""What one request costs: parsing it and making both legs, and all of it through a router that serves on loopback.
 
-Run `python bench/bench_request.py`. Times are the best of several passes, microseconds per request.
+    python bench/bench_requests.py [--json] [--quick] [--rounds N]
+
+CPU microseconds a request. The first part compares with the standard library's `json` doing the least that two legs need; in the second
+part engines and clients are another process, which is not counted.
 """
 
 from __future__ import annotations
 
 import json
 import random
-import timeit
+import sys
+from pathlib import Path
 from typing import Any
 
+import trio
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, not as a module
+
+from bench.other_side import beside
+from bench.timing import Bench, cpu_us, cpu_us_async, parse
 from narwhal_trio.engines.dialect import dialect_for
 from narwhal_trio.engines.handoff import rendezvous
 from narwhal_trio.protocol.request import parse_request
@@ -77,29 +87,46 @@ def standard(body: bytes) -> None:
     json.dumps(decode, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def measure(call: Any, *args: Any) -> float:
-    number = max(1, int(0.05 / max(timeit.timeit(lambda: call(*args), number=3) / 3, 1e-7)))
-    return min(timeit.repeat(lambda: call(*args), number=number, repeat=7)) / number * 1e6
+async def through_a_router(bench: Bench) -> None:
+    connections, requests = 8, bench.number(250, 20)
+    async with beside() as world:
+        for name, tokens, stream in (
+            ("whole request, 16 tokens assembled", 16, False),
+            ("whole request, 1 token streamed", 1, True),
+            ("whole request, 16 tokens streamed in one read", 16, True),
+        ):
+
+            async def load(tokens: int = tokens, stream: bool = stream) -> None:
+                await world.load(connections, requests=requests, tokens=tokens, stream=stream, burst=16)
+
+            await load()  # connections, caches
+            bench.add(name, await cpu_us_async(load, rounds=bench.rounds, per=connections * requests))
 
 
 def main() -> None:
-    cases = [
-        ("chat, 1 KB", Endpoint.CHAT, chat_body(1000)),
-        ("chat, 4 KB", Endpoint.CHAT, chat_body(4000)),
-        ("chat, 4 KB, spaced", Endpoint.CHAT, chat_body(4000, spaced=True)),
-        ("chat, 64 KB", Endpoint.CHAT, chat_body(64_000)),
-        ("1,000 token ids", Endpoint.COMPLETIONS, token_body(1000)),
-        ("32,000 token ids", Endpoint.COMPLETIONS, token_body(32_000)),
-    ]
-    print(
-        f"{'body':20} {'bytes':>8} {'parse':>9} {'vllm':>9} {'sglang':>9} {'json':>9}  us; vllm and sglang: parse and both legs"
-    )
-    for name, endpoint, body in cases:
-        vllm = dialect_for("vllm")
-        parse = measure(lambda: parse_request(endpoint, body, model="m", dialect=vllm, chars_per_token=3.8))  # noqa: B023
-        row = [parse, *(measure(ours, endpoint, body, backend) for backend in ("vllm", "sglang"))]
-        row.append(measure(standard, body))
-        print(f"{name:20} {len(body):8}" + "".join(f" {us:9.1f}" for us in row))
+    bench = parse(__doc__)
+    cases = {
+        "chat, 1 KB": (Endpoint.CHAT, chat_body(1000)),
+        "chat, 4 KB": (Endpoint.CHAT, chat_body(4000)),
+        "chat, 4 KB, spaced": (Endpoint.CHAT, chat_body(4000, spaced=True)),
+        "chat, 64 KB": (Endpoint.CHAT, chat_body(64_000)),
+        "1,000 token ids": (Endpoint.COMPLETIONS, token_body(1000)),
+        "32,000 token ids": (Endpoint.COMPLETIONS, token_body(32_000)),
+    }
+    vllm = dialect_for("vllm")
+    for name, (endpoint, body) in cases.items():
+
+        def parsed(endpoint: Endpoint = endpoint, body: bytes = body) -> None:
+            parse_request(endpoint, body, model="m", dialect=vllm, chars_per_token=3.8)
+
+        bench.add(f"parse {name}", cpu_us(parsed, rounds=bench.rounds))
+        for backend in ("vllm", "sglang"):
+
+            def both(endpoint: Endpoint = endpoint, body: bytes = body, backend: str = backend) -> None:
+                ours(endpoint, body, backend)
+
+            bench.compare(f"parse and both {backend} legs, {name}", both, lambda body=body: standard(body), "json", 1)  # type: ignore[misc]
+    trio.run(through_a_router, bench)
 
 
 if __name__ == "__main__":
