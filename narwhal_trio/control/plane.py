@@ -20,6 +20,8 @@ from narwhal_trio.control.monitor import Monitor
 from narwhal_trio.control.probes import EngineProbes
 from narwhal_trio.ha.etcd import EtcdClient
 from narwhal_trio.ha.etcd_lease import EtcdLeaseStore
+from narwhal_trio.control.roles import RoleService
+from narwhal_trio.control.roles_report import RolesReport
 from narwhal_trio.ha.file_lease import FileLeaseStore
 from narwhal_trio.ha.files import FileWorker, write_atomically
 from narwhal_trio.ha.handoff import HandoffUnusable, apply_handoff, handoff_document, read_handoff
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from narwhal_trio.ha.lease import LeaseStore
     from narwhal_trio.observe.metrics import Sample
     from narwhal_trio.router.core import RouterCore
+    from narwhal_trio.scheduling.fleet import Engine
     from narwhal_trio.types import EngineId
     from narwhal_trio.wire.stream import Dialer
 
@@ -70,7 +73,9 @@ class ControlPlane:
         self.liveness = Liveness(core, self.probes)
         self.lifecycle = LifecycleService(core, self.probes, wall=time.time, on_readmitted=self._readmitted)
         self.kv_events = KvEvents(core)
+        self.roles = RoleService(core, self._eject_undecided)
         self.monitor = Monitor(core)
+        self.monitor.add("controller", self.roles.stage)
         self.monitor.add("liveness", self._liveness)
         config = core.config
         self.ha: HaService | None = None
@@ -85,11 +90,14 @@ class ControlPlane:
         if prepared.predecessor is not None:
             self._take_over(prepared.predecessor)
         core.samples += [self.samples, self.kv_events.samples]
+        report = RolesReport(core, self.roles)
+        core.samples += [self.samples, report.samples]
         core.documents |= {
             "ha": self._ha_document,
             "monitoring": self._monitoring_document,
             "lifecycle": self.lifecycle.document,
             "residency": lambda: {name: engine.document() for name, engine in core.residency.engines.items()},
+            **report.documents,
         }
         core.saturation = self.saturation
 
@@ -101,6 +109,7 @@ class ControlPlane:
             nursery.start_soon(self.monitor.run, name="monitor")
             nursery.start_soon(self.lifecycle.run, name="lifecycle")
             nursery.start_soon(self.kv_events.run, name="kv events")
+            nursery.start_soon(self.roles.run, name="urgent role moves")
             if self._threads:  # on a virtual clock no timer is ever late
                 nursery.start_soon(self.lag.run, name="loop lag")
             task_status.started()
@@ -142,6 +151,16 @@ class ControlPlane:
     def _readmitted(self, engine: EngineId) -> None:
         self.liveness.forget(engine)
         self.liveness.readmissions[engine, "verification"] += 1
+
+    def _eject_undecided(self, engine: Engine, detail: str) -> None:
+        """An engine may have either role after a switch that failed."""
+        log.warning("engine ejected", engine=engine.id, cause="role_switch", detail=detail)
+        self.liveness.ejections[engine.id, "role_switch"] += 1
+        self.core.journal.event(
+            "engine_ejected", trio.current_time(), iid=engine.id, cause="role_switch", detail=detail
+        )
+        self.core.events.publish("engine_ejected", iid=engine.id, cause="role_switch", detail=detail)
+        self.core.fleet.hold(engine.id, Hold.EJECTED)
 
     def _take_over(self, document: HandoffDocument | None) -> None:
         """This router is about to serve, after another one or for the first time."""

@@ -30,6 +30,7 @@ from narwhal_trio.scheduling.placement import Targets
 from narwhal_trio.scheduling.readiness import Readiness
 from narwhal_trio.scheduling.residency import Residency
 from narwhal_trio.scheduling.retry import RetryBudget, RetryPolicy
+from narwhal_trio.scheduling.roles.controller import RoleController
 from narwhal_trio.types import AbortCause, EngineId, RequestId, Role
 from narwhal_trio.wire.client import Wire
 from narwhal_trio.wire.dial import TimedDialer
@@ -137,6 +138,9 @@ class RouterCore:
         self.residency = Residency([engine.id for engine in config.engines if engine.kv_events])
         self.policy = AdmissionPolicy(AdmissionSettings.of(config, profiled=bool(profiles)), self.fleet, self.ledger)
         self.targets = Targets(ttft_s=config.slo.ttft_s, tpot_s=config.slo.tpot_s)
+        self.roles = RoleController(
+            config.controller, self.targets, self.fleet, self.policy.outputs, trio.current_time()
+        )
         self.sizer = Sizer(self, timed)
         self.retry_policy = RetryPolicy(serving.max_attempts, serving.retry_base_s, serving.retry_cap_s)
         self.retry_budget = RetryBudget(serving.retry_budget, serving.retry_replenish)

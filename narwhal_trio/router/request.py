@@ -238,6 +238,7 @@ class RequestRun:
             self.core.policy.on_sized(self.work, trio.current_time())
             if prefix_cache.wanted(self):
                 prefix_cache.learn_from_prompt(self)
+        self.core.roles.offered(self.work.input_tokens, self.work.wanted_tokens, trio.current_time())
         self.record.input_sized = True
         self.record.stream = self.request.stream
         self.record.wanted_len = self.request.wanted_tokens
@@ -321,6 +322,8 @@ class RequestRun:
         if self.client_held_s < _CLIENT_HELD_S:
             partner = self.producer if failure.role is Role.DECODE else None
             self.core.health.leg_failed(failure, partner)
+        if failure.condition is Condition.ENGINE_TIMEOUT and failure.phase is Phase.FIRST_TOKEN:
+            self.core.roles.late_first_token()
         retried = verdict is RetryVerdict.ALLOWED
         self.core.accounting.attempt_failed(
             self.record,

@@ -182,6 +182,7 @@ async def _wait(run: RequestRun, queue: FifoQueue[S], try_grant: Callable[[], S 
             verdict = policy.judge_waiting(work, now=trio.current_time(), arrived=run.arrived_at, sized=sized)
             if verdict.refusal is not None:
                 refusal = verdict.refusal
+                policy.on_late(work, policy.settings.budget_s)
                 scope.cancel()
                 return
             await trio.sleep_until(verdict.give_up_at)

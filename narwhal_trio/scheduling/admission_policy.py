@@ -32,6 +32,8 @@ from narwhal_trio.scheduling.profile import decode_seats, prefill_seats
 from narwhal_trio.types import Role
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from narwhal_trio.config import RouterConfig
     from narwhal_trio.scheduling.fleet import Claim, Engine, Fleet, Work
     from narwhal_trio.scheduling.ledger import HandoffLedger
@@ -121,6 +123,8 @@ class AdmissionPolicy:
         )
         self.occupancy = Occupancy(self.expected_output)
         self._ledger = ledger
+        self.on_late: Callable[[Work, float], None] = lambda _work, _ttft_s: None
+        """Told of a request whose projected TTFT is over the target, in seconds; the role controller listens."""
         fleet.watch = self
         self._derive_seats(None)
 
@@ -140,6 +144,8 @@ class AdmissionPolicy:
             aggregate=engine.role is Role.DECODE and not self.fleet.live(Role.PREFILL),
         )
         first = attempt == 1
+        if first and settings.slo_ttft_s < price.total_s < math.inf:
+            self.on_late(work, price.total_s)
         record = price.record(attempt) if first else None
         if not settings.predictive:
             return Judgement(record, None)
