@@ -18,10 +18,10 @@ from narwhal_trio.control.lifecycle import LifecycleService
 from narwhal_trio.control.liveness import Liveness
 from narwhal_trio.control.monitor import Monitor
 from narwhal_trio.control.probes import EngineProbes
-from narwhal_trio.ha.etcd import EtcdClient
-from narwhal_trio.ha.etcd_lease import EtcdLeaseStore
 from narwhal_trio.control.roles import RoleService
 from narwhal_trio.control.roles_report import RolesReport
+from narwhal_trio.ha.etcd import EtcdClient
+from narwhal_trio.ha.etcd_lease import EtcdLeaseStore
 from narwhal_trio.ha.file_lease import FileLeaseStore
 from narwhal_trio.ha.files import FileWorker, write_atomically
 from narwhal_trio.ha.handoff import HandoffUnusable, apply_handoff, handoff_document, read_handoff
