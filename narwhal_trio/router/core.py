@@ -31,7 +31,7 @@ from narwhal_trio.scheduling.readiness import Readiness
 from narwhal_trio.scheduling.residency import Residency
 from narwhal_trio.scheduling.retry import RetryBudget, RetryPolicy
 from narwhal_trio.scheduling.roles.controller import RoleController
-from narwhal_trio.types import AbortCause, EngineId, RequestId, Role
+from narwhal_trio.types import AbortCause, EngineId, Phase, RequestId, Role
 from narwhal_trio.wire.client import Wire
 from narwhal_trio.wire.dial import TimedDialer
 from narwhal_trio.wire.stream import Address, parse_address
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from narwhal_trio.observe.journal import Journal, JournalStatistics
     from narwhal_trio.observe.metrics import Sample
     from narwhal_trio.observe.record import Record
+    from narwhal_trio.router.legs import LegFailure
     from narwhal_trio.router.request import RequestRun
     from narwhal_trio.scheduling.explain import Decision
     from narwhal_trio.scheduling.profile import Profile
@@ -138,9 +139,7 @@ class RouterCore:
         self.residency = Residency([engine.id for engine in config.engines if engine.kv_events])
         self.policy = AdmissionPolicy(AdmissionSettings.of(config, profiled=bool(profiles)), self.fleet, self.ledger)
         self.targets = Targets(ttft_s=config.slo.ttft_s, tpot_s=config.slo.tpot_s)
-        self.roles = RoleController(
-            config.controller, self.targets, self.fleet, self.policy.outputs, trio.current_time()
-        )
+        self.roles = RoleController.of(config, self.fleet, self.policy.outputs, trio.current_time())
         self.sizer = Sizer(self, timed)
         self.retry_policy = RetryPolicy(serving.max_attempts, serving.retry_base_s, serving.retry_cap_s)
         self.retry_budget = RetryBudget(serving.retry_budget, serving.retry_replenish)
@@ -252,9 +251,12 @@ class RouterCore:
         self.admission.pump()
         self._fleet_changed()
 
-    def note_unreached(self, engine: EngineId) -> None:
-        """A connect failed: others are preferred for a while, until a probe or the next try knows better."""
-        self._unreached_until[engine] = trio.current_time() + UNREACHED_S
+    def note_failure(self, failure: LegFailure) -> None:
+        """A leg failed. An engine that could not be reached is avoided for a while, until a probe or the next try knows better."""
+        if failure.unreached:
+            self._unreached_until[failure.engine] = trio.current_time() + UNREACHED_S
+        if failure.condition is Condition.ENGINE_TIMEOUT and failure.phase is Phase.FIRST_TOKEN:
+            self.roles.late_first_token()
 
     def avoided(self, role: Role, excluded: AbstractSet[EngineId]) -> AbstractSet[EngineId]:
         """`excluded`, and engines that could not be reached lately as long as another of the role is left."""

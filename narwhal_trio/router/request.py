@@ -317,13 +317,10 @@ class RequestRun:
             excluded.add(self.producer)
 
     def _note_failure(self, failure: LegFailure, verdict: RetryVerdict, backoff_s: float) -> None:
-        if failure.unreached:
-            self.core.note_unreached(failure.engine)
+        self.core.note_failure(failure)
         if self.client_held_s < _CLIENT_HELD_S:
             partner = self.producer if failure.role is Role.DECODE else None
             self.core.health.leg_failed(failure, partner)
-        if failure.condition is Condition.ENGINE_TIMEOUT and failure.phase is Phase.FIRST_TOKEN:
-            self.core.roles.late_first_token()
         retried = verdict is RetryVerdict.ALLOWED
         self.core.accounting.attempt_failed(
             self.record,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from narwhal_trio.scheduling.demand import DemandHistory
+from narwhal_trio.scheduling.placement import Targets
 from narwhal_trio.scheduling.roles.confirmation import Confirmations, needed
 from narwhal_trio.scheduling.roles.eligibility import Candidate, Circumstances, choose, rule_of
 from narwhal_trio.scheduling.roles.evidence import FIRST_TOKEN_TIMEOUT, RECOVERY_MOVE, Evidence, EvidenceGate
@@ -29,10 +30,10 @@ from narwhal_trio.types import Role
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from narwhal_trio.config import RouterConfig
     from narwhal_trio.config.control import ControllerConfig
     from narwhal_trio.scheduling.fleet import Engine, Fleet
     from narwhal_trio.scheduling.learning import OutputLengths
-    from narwhal_trio.scheduling.placement import Targets
 
 __all__ = ["RoleController"]
 
@@ -79,6 +80,11 @@ class RoleController:
     def late_first_token(self) -> None:
         """A decode leg produced nothing in time."""
         self.demand.late_first_tokens += 1
+
+    @classmethod
+    def of(cls, config: RouterConfig, fleet: Fleet, outputs: OutputLengths, started_at: float) -> RoleController:
+        targets = Targets(ttft_s=config.slo.ttft_s, tpot_s=config.slo.tpot_s)
+        return cls(config.controller, targets, fleet, outputs, started_at)
 
     # -- one evaluation -------------------------------------------------------------------------------------------------------
 
