@@ -11,7 +11,7 @@ crosses the nursery is a bug.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import structlog
 import trio
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from narwhal_trio.scheduling.residency import Prefix
 
 __all__ = ["RequestRun"]
-
-T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
