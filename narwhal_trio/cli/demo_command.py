@@ -200,6 +200,9 @@ def _invite(console: Console, url: str) -> None:
     body = '{"messages":[{"role":"user","content":"Say hello."}],"stream":true,"max_tokens":40}'
     console.print(f"  curl -N {url}{CHAT} -d '{body}'", soft_wrap=True, markup=False)
     console.print(f"  curl {url}/narwhal/state", soft_wrap=True, markup=False)
+    console.print(
+        f"  {url}/narwhal/dashboard in a browser, or: narwhal-trio top --url {url}", soft_wrap=True, markup=False
+    )
 
 
 async def _show(console: Console, router: Router, engines: Mapping[str, tuple[SimEngine, str]], url: str) -> bool:

@@ -11,6 +11,7 @@ import msgspec
 
 from narwhal_trio.edge.admin import AdminRoutes, cross_site
 from narwhal_trio.edge.cors import Cors
+from narwhal_trio.edge.dashboard import EVENTS_PROTOCOL, dashboard, socket_key
 from narwhal_trio.edge.websocket import EventsSession, StreamSession, serve_websocket
 from narwhal_trio.observe import metrics
 from narwhal_trio.outcomes import Refusal
@@ -22,6 +23,7 @@ from narwhal_trio.router.state import (
     request_document,
     requests_document,
     state_document,
+    targets_document,
 )
 from narwhal_trio.types import AbortCause, Endpoint, Phase, RequestId
 
@@ -37,7 +39,9 @@ __all__ = ["Application"]
 
 _JSON: Final[Headers] = [(b"content-type", b"application/json")]
 _COMPLETIONS: Final = {endpoint.path: endpoint for endpoint in Endpoint}
-_SOCKETS: Final = ("/v1/stream", "/narwhal/events")
+_EVENTS: Final = "/narwhal/events"
+_SOCKETS: Final = ("/v1/stream", _EVENTS)
+_DASHBOARD: Final = "/narwhal/dashboard"
 _INVALID: Final = "invalid_request_error"
 _PROXY_HEADERS: Final = (b"forwarded", b"x-forwarded-for", b"via")
 
@@ -60,6 +64,8 @@ class Application:
             "/metrics": self._metrics,
             "/narwhal/state": lambda: _json(200, state_document(core)),
             "/narwhal/requests": lambda: _json(200, requests_document(core)),
+            "/narwhal/targets": lambda: _json(200, targets_document(core)),
+            _DASHBOARD: dashboard,
             **self._operate.pages,
         }
 
@@ -80,7 +86,9 @@ class Application:
                 message = "an upgrade request must have no body"
                 await sink.respond(400, _JSON, error_body(_INVALID, message, None, None))
                 return
-            await serve_websocket(stream, session[1], max_message=self.core.config.serving.max_request_bytes)
+            limit = self.core.config.serving.max_request_bytes
+            protocol = EVENTS_PROTOCOL if isinstance(session[1], EventsSession) else None
+            await serve_websocket(stream, session[1], max_message=limit, protocol=protocol)
             return
         if inbound.path in self._operate.actions and inbound.method == "POST" and self._admin(inbound):
             answer = await self._operate.act(inbound)
@@ -99,7 +107,7 @@ class Application:
         if (inbound.header(b"upgrade") or b"").lower() != b"websocket" or self.core.draining:
             return None
         connection = cast("Detachable", inbound)
-        if inbound.path == "/narwhal/events":
+        if inbound.path == _EVENTS:
             return (connection, EventsSession(self.core)) if self._admin(inbound) else None
         try:
             client = self.core.authenticator.identify(inbound.headers, inbound.peer)
@@ -112,7 +120,9 @@ class Application:
         allowed = self._allowed(path)
         if allowed is None:
             return self._not_found(path)
-        if path.startswith("/narwhal/") and not self._admin(inbound):
+        # A browser can't show a key before it has the page, which holds nothing of the router.
+        public = path == _DASHBOARD and bool(self._admin_key)
+        if path.startswith("/narwhal/") and not public and not self._admin(inbound):
             message = "this route answers local peers only (auth.admin_key_env names a key for others)"
             return 403, _JSON, error_body(_INVALID, message, None, "forbidden")
         if method not in allowed:
@@ -166,8 +176,10 @@ class Application:
     def _admin(self, inbound: Inbound) -> bool:
         """Admin routes: the bearer where a key is set; otherwise peers on this machine whom nobody forwarded."""
         if self._admin_key:
-            given = inbound.header(b"authorization") or b""
-            return hmac.compare_digest(given, b"Bearer " + self._admin_key.encode())
+            given = inbound.header(b"authorization")
+            if given is None and inbound.path == _EVENTS and (key := socket_key(inbound)) is not None:
+                given = b"Bearer " + key
+            return hmac.compare_digest(given or b"", b"Bearer " + self._admin_key.encode())
         if any(inbound.header(name) is not None for name in _PROXY_HEADERS) or cross_site(inbound):
             return False
         if not inbound.peer:

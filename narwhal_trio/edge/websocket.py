@@ -45,14 +45,22 @@ class Detachable(Protocol):
 
 
 async def serve_websocket(
-    stream: Stream, session: Callable[[WebSocketConnection, Stream], Awaitable[None]], *, max_message: int
+    stream: Stream,
+    session: Callable[[WebSocketConnection, Stream], Awaitable[None]],
+    *,
+    max_message: int,
+    protocol: str | None = None,
 ) -> None:
-    """Answer the upgrade request that `stream` begins with and run `session` until it returns or the socket ends."""
+    """Answer the upgrade request that `stream` begins with and run `session` until it returns or the socket ends.
+
+    protocol: the subprotocol to agree on with a client that offers it.
+    """
     try:
         async with trio.open_nursery() as nursery:
             try:
                 request = await wrap_server_stream(nursery, stream, message_queue_size=1, max_message_size=max_message)
-                socket = await request.accept()
+                agreed = protocol if protocol in request.proposed_subprotocols else None
+                socket = await request.accept(subprotocol=agreed)
             except HandshakeError:
                 return  # trio-websocket has answered; nothing else was promised
             try:

@@ -6,6 +6,7 @@ cached prefix to matter. Without ids, or for a prompt that is more than its toke
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 
     from narwhal_trio.router.request import RequestRun
     from narwhal_trio.scheduling.fleet import Engine, Work
+    from narwhal_trio.scheduling.residency import Prefix
 
-__all__ = ["cache_placement", "learn", "learn_from_prompt", "refresh", "wanted"]
+__all__ = ["CacheEvidence", "cache_placement", "learn", "learn_from_prompt", "refresh", "wanted"]
 
 WORTH_TOKENS: Final = 256
 """Prompts that may be shorter are prefilled faster than asked about."""
@@ -34,6 +36,14 @@ _OTHERWISE: Final = ("truncate_prompt_tokens", "documents", "reasoning_effort", 
 _MEDIA: Final = (b'"image', b'"input_audio"', b'"audio_url"', b'"video')
 _IDS: Final = msgspec.json.Decoder(list[int | list[int]])
 _SALT: Final = msgspec.json.Decoder(str | None)
+
+
+@attrs.define
+class CacheEvidence:
+    """One request's: its prompt in blocks of each size that engines use, if any may have them; when `Work.cached` was found."""
+
+    prefixes: tuple[Prefix, ...] = ()
+    found_at: float = -math.inf
 
 
 def wanted(run: RequestRun) -> bool:
@@ -63,24 +73,27 @@ def learn(run: RequestRun, ids: Sequence[int]) -> None:
     assert run.request is not None
     try:
         salt = _SALT.decode(run.request.fields.get("cache_salt", b"null"))
-        run.prefixes = tuple(prefix_of(ids[:_LONGEST], size, salt) for size in sorted(run.core.residency.block_sizes))
+        run.cache_evidence.prefixes = tuple(
+            prefix_of(ids[:_LONGEST], size, salt) for size in sorted(run.core.residency.block_sizes)
+        )
     except (msgspec.DecodeError, OverflowError, TypeError):
         return  # neither is a prompt that an engine takes
 
 
 def refresh(run: RequestRun, now: float) -> None:
     """Before a prefill is placed: blocks come and go while requests wait."""
-    if run.prefixes and not run.evidence_at <= now < run.evidence_at + _FRESH_S:
+    evidence = run.cache_evidence
+    if evidence.prefixes and not now < evidence.found_at + _FRESH_S:
         assert run.work is not None
-        run.work.cached = run.core.residency.cached_prefixes(run.prefixes)
-        run.evidence_at = now
+        run.work.cached = run.core.residency.cached_prefixes(evidence.prefixes)
+        evidence.found_at = now
 
 
 def cache_placement(run: RequestRun, engine: Engine) -> dict[str, Any] | None:
     """`cache_placement` of the journal row: what evidence went into a placement, and which engine it would have been without. None
     where there was no evidence to look at."""
     work = run.work
-    if not run.prefixes or work is None:
+    if not run.cache_evidence.prefixes or work is None:
         return None
     residency = run.core.residency.engines.get(engine.id)
     profile = engine.profile

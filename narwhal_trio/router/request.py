@@ -10,7 +10,6 @@ crosses the nursery is a bug.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import structlog
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from narwhal_trio.router.release import HeldHandoff
     from narwhal_trio.scheduling.explain import Decision
     from narwhal_trio.scheduling.ledger import HandoffEntry
-    from narwhal_trio.scheduling.residency import Prefix
 
 __all__ = ["RequestRun"]
 
@@ -88,10 +86,7 @@ class RequestRun:
         """Set once an exact count, asked for because the estimate could not decide, has come or failed."""
         self.excluded: dict[Role, set[EngineId]] = {Role.PREFILL: set(), Role.DECODE: set()}
         self.producer: EngineId | None = None
-        self.prefixes: tuple[Prefix, ...] = ()
-        """The prompt in blocks of the sizes that engines use, where somebody may have them cached."""
-        self.evidence_at = -math.inf
-        """When `work.cached` was looked up."""
+        self.cache_evidence = prefix_cache.CacheEvidence()
         self.decisions: list[Decision] = []
         """Every placement of this request, at most two an attempt."""
         self.held: HeldHandoff | None = None

@@ -69,7 +69,7 @@ async def prefill_seat(run: RequestRun) -> Claim:
         _note(run, Role.PREFILL, placement, attempt, now)
         if judgement.refusal is not None:
             raise judgement.refusal
-        if run.prefixes:
+        if run.cache_evidence.prefixes:
             run.record.cache_placement = prefix_cache.cache_placement(run, engine)
         return core.fleet.claim(engine, Role.PREFILL, work)
 

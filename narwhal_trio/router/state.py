@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
@@ -15,12 +16,21 @@ from narwhal_trio.types import Endpoint, Role
 if TYPE_CHECKING:
     from narwhal_trio.router.core import RouterCore
     from narwhal_trio.router.request import RequestRun
+    from narwhal_trio.scheduling.fleet import Engine
     from narwhal_trio.types import RequestId
+    from narwhal_trio.wire.stream import Address
 
-__all__ = ["health_document", "ready_document", "request_document", "requests_document", "state_document"]
+__all__ = [
+    "health_document",
+    "ready_document",
+    "request_document",
+    "requests_document",
+    "state_document",
+    "targets_document",
+]
 
-
-_UNPROFILED: Final = "the fleet has no engine profiles, so nothing is refused by projection"
+RUNNING_SHOWN: Final = 1000
+"""Running requests that `/narwhal/requests` lists: an answer should cost milliseconds."""
 
 
 def health_document(core: RouterCore) -> dict[str, Any]:
@@ -31,10 +41,8 @@ def health_document(core: RouterCore) -> dict[str, Any]:
 
 
 def ready_document(core: RouterCore) -> dict[str, Any]:
-    """`status` is `ready` or `not_ready`; `reason` is the first thing that keeps completions away. `admission` where it isn't
-    what was configured."""
+    """`status` is `ready` or `not_ready`; `reason` is the first thing that keeps completions away."""
     now, readiness = trio.current_time(), core.readiness
-    unprofiled = core.admission_mode != core.config.serving.admission
     reason = readiness.reason(now, missing=core.missing_engines())
     return {
         "status": "not_ready" if reason else "ready",
@@ -42,7 +50,6 @@ def ready_document(core: RouterCore) -> dict[str, Any]:
         "epoch": readiness.epoch,
         "holder": readiness.holder,
         "reason": reason,
-        **({"admission": "open", "admission_reason": _UNPROFILED} if unprofiled else {}),
     }
 
 
@@ -69,12 +76,13 @@ def state_document(core: RouterCore) -> dict[str, Any]:
     return {
         "schema": "narwhal.state",
         "schema_version": 1,
+        "model": core.config.model,
         "journal_run": core.journal.run_id,
         **books,
         "unserved": core.unserved,
         "token_accounting": {endpoint.value: core.dialect.accounting(endpoint).value for endpoint in Endpoint},
         "admission": {
-            "mode": core.admission_mode,
+            "mode": core.config.serving.admission,
             "inflight": core.inflight,
             "limit": core.config.serving.max_connections,
             "queued": admission.waiting,
@@ -100,6 +108,7 @@ def state_document(core: RouterCore) -> dict[str, Any]:
         "kv_releases": {"running": core.releases.running, **{k.value: n for k, n in core.releases.results.items()}},
         "deadlines": deadline_table(core),
         "pools": {role.value: [e.id for e in core.fleet if e.role is role] for role in Role},
+        "engines": {engine.id: _engine(engine) for engine in core.fleet},
         "resident": {
             engine.id: {"prefill": len(engine.prefills), "decode": len(engine.decodes)} for engine in core.fleet
         },
@@ -112,6 +121,45 @@ def state_document(core: RouterCore) -> dict[str, Any]:
         "slo": {"ttft_s": core.config.slo.ttft_s, "tpot_s": core.config.slo.tpot_s},
         **{name: document() for name, document in core.documents.items()},
     }
+
+
+def _engine(engine: Engine) -> dict[str, Any]:
+    """One engine as placement sees it. prefill_s: of what is resident, by its profile. seats: 0 is no limit."""
+    return {
+        "role": engine.role.value,
+        "pinned": engine.pinned,
+        "live": engine.live,
+        "holds": sorted(hold.value for hold in engine.holds),
+        "residents": {role.value: engine.residents(role) for role in Role},
+        "seats": {Role.PREFILL.value: engine.prefill_seats, Role.DECODE.value: engine.decode_seats},
+        "prefill_tokens": engine.prefill_tokens,
+        "decode_tokens": engine.decode_tokens,
+        "prefill_s": engine.prefill_seconds,
+        "penalty_s": engine.penalty_s,
+        "correction": engine.correction,
+        "profiled": engine.profile is not None,
+    }
+
+
+def targets_document(core: RouterCore) -> list[dict[str, Any]]:
+    """Prometheus HTTP service discovery of the engines. Those on unix sockets are left out: Prometheus cannot ask them."""
+    return [
+        {
+            "targets": [f"{_host(address)}:{address.port}"],
+            "labels": {
+                "iid": iid,
+                "backend": core.config.engine.backend,
+                "__scheme__": address.scheme,
+                "__metrics_path__": f"{address.path_prefix}/metrics",
+            },
+        }
+        for iid, address in core.addresses.items()
+        if address.scheme != "unix"
+    ]
+
+
+def _host(address: Address) -> str:
+    return f"[{address.host}]" if ":" in address.host else address.host
 
 
 def _brief(run: RequestRun, now: float) -> dict[str, Any]:
@@ -132,19 +180,27 @@ def _brief(run: RequestRun, now: float) -> dict[str, Any]:
 
 
 def requests_document(core: RouterCore) -> dict[str, Any]:
-    """Requests that run now, oldest first, and those that ended last, latest first."""
+    """Requests that run now, the oldest `RUNNING_SHOWN` of them first to last, and those that ended last, latest first."""
     now = trio.current_time()
     recent = [
         {
             "id": record.rid,
+            "endpoint": record.endpoint.value if record.endpoint else None,
             "terminal": record.terminal.value if record.terminal else None,
+            "condition": record.condition.value if record.condition else None,
             "status": record.status,
             "duration_s": record.duration_s,
+            "input_len": record.input_len,
             "output_len": record.output_len,
+            "attempts": record.attempts,
+            "prefill_iid": record.prefill_iid,
+            "decode_iid": record.decode_iid,
+            "milestones": record.milestones,
         }
         for record, _ in reversed(core.recent)
     ]
-    return {"running": [_brief(run, now) for run in core.running.values()], "recent": recent}
+    running = [_brief(run, now) for run in islice(core.running.values(), RUNNING_SHOWN)]
+    return {"running_total": len(core.running), "running": running, "recent": recent}
 
 
 def request_document(core: RouterCore, rid: RequestId) -> dict[str, Any] | None:

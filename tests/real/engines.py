@@ -100,6 +100,15 @@ class Engine:
         return WORK / "run" / f"{self.role}.pid"
 
     @property
+    def kv_events(self) -> str:
+        """A Unix socket, since vLLM binds TCP endpoints only to all interfaces."""
+        return f"ipc://{WORK / 'run' / self.role}-kv.sock"
+
+    @property
+    def kv_events_replay(self) -> str:
+        return f"ipc://{WORK / 'run' / self.role}-kv-replay.sock"
+
+    @property
     def command(self) -> list[str]:
         transfer = {
             "kv_connector": "NixlConnector",
@@ -107,7 +116,17 @@ class Engine:
             "kv_buffer_device": "cpu",
         }
         serve = [str(WORK / "venv" / "bin" / "python"), str(WORK / "venv" / "bin" / "vllm"), "serve", str(MODEL)]
-        return [*serve, *ENGINE_FLAGS, "--port", str(self.port), "--kv-transfer-config", json.dumps(transfer)]
+        command = [*serve, *ENGINE_FLAGS, "--port", str(self.port), "--kv-transfer-config", json.dumps(transfer)]
+        if self.role == "prefill":
+            events = {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": self.kv_events,
+                "replay_endpoint": self.kv_events_replay,
+                "topic": "kv@prefill",
+            }
+            command += ["--kv-events-config", json.dumps(events)]
+        return command
 
     def pid(self) -> int | None:
         """The recorded process, or None if it is gone (a reused pid doesn't pass: its start time differs)."""
@@ -284,6 +303,12 @@ def group_memory_mb(pgid: int) -> int:
     return total // 1024
 
 
+def kv_keys(engine: Engine) -> str:
+    if engine.role != "prefill":
+        return ""
+    return f'\nkv_events = "{engine.kv_events}"\nkv_events_replay = "{engine.kv_events_replay}"'
+
+
 def config(engines: list[Engine]) -> None:
     """Print a narwhal-trio configuration for the pair.
 
@@ -293,7 +318,10 @@ def config(engines: list[Engine]) -> None:
     run = WORK / "run"
     sections = [
         f"model = {json.dumps(SERVED_NAME)}",
-        *(f'[[engines]]\niid = "{engine.role}-0"\nurl = "{engine.url}"\nrole = "{engine.role}"' for engine in engines),
+        *(
+            f'[[engines]]\niid = "{engine.role}-0"\nurl = "{engine.url}"\nrole = "{engine.role}"{kv_keys(engine)}'
+            for engine in engines
+        ),
         "[slo]\nttft_s = 30.0\ntpot_s = 2.0",
         "[engine]\nfirst_token_timeout_s = 60.0\ndecode_read_timeout_s = 60.0\nhealth_timeout_s = 20.0",
         '[serving]\nadmission = "open"\nrequest_timeout_s = 180.0\ngraceful_timeout_s = 5',

@@ -30,7 +30,9 @@ COMPLETIONS = "/v1/completions"
 Table = dict[str, Any]
 
 
-def fleet_config(prefill: int, decode: int, **sections: Table) -> RouterConfig:
+def fleet_config(
+    prefill: int, decode: int, *, environ: Mapping[str, str] | None = None, **sections: Table
+) -> RouterConfig:
     """`prefill` engines at p0.., `decode` engines at d0.., admission open unless said otherwise."""
     engines = [
         {"iid": f"{kind}{n}", "url": f"http://{kind}{n}:8000", "role": role}
@@ -45,7 +47,7 @@ def fleet_config(prefill: int, decode: int, **sections: Table) -> RouterConfig:
         "journal": {"path": ""},
         **sections,
     }
-    return parse_config(document, environ={})
+    return parse_config(document, environ=environ or {})
 
 
 @attrs.define(eq=False)
@@ -122,8 +124,10 @@ async def fleet(
     sim: Table | None = None,
     **sections: Table,
 ) -> AsyncIterator[Fleet]:
-    """Engines, router and listener, ready. sim: further `EngineConfig` members. sections: of the router's configuration."""
-    config = fleet_config(prefill, decode, **sections)
+    """Engines, router and listener, ready. sim: further `EngineConfig` members. sections: of the router's configuration,
+    and `environ` for its environment."""
+    environ = sections.pop("environ", {})
+    config = fleet_config(prefill, decode, environ=environ, **sections)
     memory = MemoryFabric()
     engines = {
         item.iid: SimEngine(
@@ -146,7 +150,12 @@ async def fleet(
             await nursery.start(item.serve, world.network.listen(name, 8000))
         async with (
             open_router(
-                config, dialer=world.network, environ={}, journal_file=journal, threads=False, seed=world.seed
+                config,
+                dialer=world.network,
+                environ=environ,
+                journal_file=journal,
+                threads=False,
+                seed=world.seed,
             ) as router,
             trio.open_nursery() as serving,
         ):
