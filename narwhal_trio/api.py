@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import structlog
 import trio
 
-from narwhal_trio.config import ConfigError, Problem, RouterConfig, load_config, read_credentials
+from narwhal_trio.config import RouterConfig, load_config, read_credentials
+from narwhal_trio.control.artifacts import read_artifacts
 from narwhal_trio.control.plane import ControlPlane, prepare
 from narwhal_trio.edge.asgi import AsgiApp
 from narwhal_trio.edge.front import Front, edge_settings, open_front
@@ -25,25 +26,26 @@ from narwhal_trio.edge.routes import Application
 from narwhal_trio.edge.settings import EdgeState
 from narwhal_trio.observe.accounting import Accounting
 from narwhal_trio.observe.journal import Journal
-from narwhal_trio.protocol.identity import Authenticator, KeyRing, KeysError, parse_keys
+from narwhal_trio.protocol.identity import Authenticator
 from narwhal_trio.protocol.sse import SseParser
 from narwhal_trio.router.core import RouterCore
 from narwhal_trio.router.request import RequestRun
-from narwhal_trio.scheduling.profile_store import parse_profiles
 from narwhal_trio.types import AbortCause, Endpoint, RequestId
 from narwhal_trio.wire.stream import SocketDialer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+    from pathlib import Path
     from typing import Self
 
     from narwhal_trio.edge.listen import Listener
     from narwhal_trio.ha.lease import LeaseStore
     from narwhal_trio.observe.journal_file import LineFile
-    from narwhal_trio.scheduling.profile import Profile
     from narwhal_trio.wire.stream import Dialer
 
 __all__ = ["EventStream", "RequestFailed", "Router", "open_router"]
+
+log = structlog.get_logger(__name__)
 
 _EXIT_S = 5.0
 """Longest time for which leaving `open_router` waits for requests of other tasks to come to their end."""
@@ -291,14 +293,16 @@ async def open_router(
     credentials = read_credentials(config, environ)
     dialer = SocketDialer() if dialer is None else dialer
     prepared = prepare(config, dialer, lease=lease, threads=threads)
-    profiles = _profiles(config)
-    ring = _key_ring(config)
+    artifacts = read_artifacts(config)
+    for note in artifacts.notes:
+        log.warning("configuration", note=note)
     authenticator = Authenticator.of(
-        config.auth.mode, ring.clients, config.auth.trusted_header, config.auth.trusted_proxies
+        config.auth.mode, artifacts.keys.clients, config.auth.trusted_header, config.auth.trusted_proxies
     )
     books = Accounting(config.slo.ttft_s, config.slo.tpot_s, config.serving.queue_timeout_s)
     failure: Exception | None = None
-    meta = {"admission": {"mode": config.serving.admission, "margin": config.serving.admission_margin}}
+    mode = config.serving.admission if artifacts.profiles else "open"
+    meta = {"admission": {"mode": mode, "margin": config.serving.admission_margin}}
     async with (
         Journal.open(config.journal, meta=meta, file=journal_file, threads=threads) as journal,
         trio.open_nursery() as nursery,
@@ -310,11 +314,13 @@ async def open_router(
             books,
             journal,
             authenticator=authenticator,
-            weights=ring.weights,
-            profiles=profiles,
+            weights=artifacts.keys.weights,
+            profiles=artifacts.profiles,
             credential=credentials.engine_api_key,
             seed=seed,
         )
+        if artifacts.calibration is not None:
+            core.documents["first_token_calibration"] = artifacts.calibration.document
         control = ControlPlane(core, prepared, admin_key=credentials.admin_key, threads=threads)
         nursery.start_soon(_sweep, core, name="sweep idle connections")
         await nursery.start(core.releases.run)
@@ -328,39 +334,6 @@ async def open_router(
         nursery.cancel_scope.cancel()
     if failure is not None:
         raise failure
-
-
-def _profiles(config: RouterConfig) -> dict[str, Profile]:
-    """The engines' measured profiles by iid; none where the file is missing. Raises `ConfigError` for a file that cannot be used.
-
-    A fleet is profiled whole or not at all: prices that hold for some of its engines would lead placement astray.
-    """
-    path = config.profiles.path
-    if not path or not Path(path).exists():
-        return {}
-    try:
-        store = parse_profiles(Path(path).read_bytes(), path)
-    except OSError as exc:
-        raise ConfigError([Problem("profiles.path", f"{path}: {exc}")]) from None
-    missing = sorted({engine.iid for engine in config.engines} - store.profiles.keys())
-    if missing:
-        raise ConfigError([Problem("profiles.path", f"{path}: holds no profile of {', '.join(missing)}")])
-    return dict(store.profiles)
-
-
-def _key_ring(config: RouterConfig) -> KeyRing:
-    """The clients' keys where `auth.mode` asks for them. Raises `ConfigError` for a keys file that cannot be used."""
-    auth = config.auth
-    if auth.mode == "api_keys":
-        try:
-            return parse_keys(Path(auth.keys_file).read_text(encoding="utf-8"))
-        except KeysError as exc:
-            raise ConfigError(
-                [Problem("auth.keys_file", f"{auth.keys_file}: {text}") for text in exc.problems]
-            ) from None
-        except (OSError, UnicodeDecodeError) as exc:
-            raise ConfigError([Problem("auth.keys_file", f"{auth.keys_file}: {exc}")]) from None
-    return KeyRing()
 
 
 async def _end_requests(core: RouterCore) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-COMMANDS: Final = ("serve", "demo", "engine", "check", "config", "journal", "stress", "top")
+COMMANDS: Final = ("serve", "demo", "engine", "check", "config", "profile", "journal", "stress", "top")
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:

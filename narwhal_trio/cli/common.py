@@ -1,21 +1,33 @@
-"""What several commands share: loading a configuration with its problems printed, and asking for signals."""
+"""What several commands share: loading a configuration with its problems printed, tables, progress, and an orderly end by signals."""
 
 from __future__ import annotations
 
+import argparse
 import os
+import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import trio
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from narwhal_trio.config import ConfigError, load_config
+from narwhal_trio.observe.log import printable
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     from narwhal_trio.config import RouterConfig
 
-__all__ = ["add_config_argument", "load_or_complain"]
+__all__ = ["add_config_argument", "load_or_complain", "positive", "print_table", "run_until_told", "table_console"]
+
+T = TypeVar("T")
+
+_PIPED_WIDTH = 160
+_ALARMING = ("FAILED", "REJECTED", "SILENT", "INCONCLUSIVE")
 
 
 def add_config_argument(parser: argparse.ArgumentParser) -> None:
@@ -42,3 +54,58 @@ def load_or_complain(args: argparse.Namespace, bind: Sequence[str] = ()) -> Rout
         for problem in exc.problems:
             print(problem, file=sys.stderr)
         return None
+
+
+def positive(text: str) -> int:
+    """Argument type: a whole number, 1 or more."""
+    value = int(text) if text.isascii() and text.isdigit() and len(text) < 8 else 0
+    if value < 1:
+        msg = f"{text!r}: must be a whole number, 1 or more"
+        raise argparse.ArgumentTypeError(msg)
+    return value
+
+
+def run_until_told(work: Callable[..., Awaitable[T]], *args: Any) -> T:
+    """`trio.run` of work that SIGINT and SIGTERM cancel. Raises `KeyboardInterrupt` then, when everything has ended."""
+    return trio.run(_until_told, work, args, strict_exception_groups=True)
+
+
+async def _until_told(work: Callable[..., Awaitable[T]], args: tuple[Any, ...]) -> T:
+    results: list[T] = []
+    failure: Exception | None = None
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_wait_told, nursery.cancel_scope)
+        # As a value: it must leave the nursery as itself, not in a group.
+        try:
+            results.append(await work(*args))
+        except Exception as exc:
+            failure = exc
+        nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    if not results:
+        raise KeyboardInterrupt
+    return results[0]
+
+
+async def _wait_told(everything: trio.CancelScope) -> None:
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        await anext(signals)
+        everything.cancel()
+
+
+def table_console() -> Console:
+    """Standard output: wide and without colours where it is no terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_PIPED_WIDTH, color_system=None)
+
+
+def print_table(console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """columns: a leading > aligns right. Cells may hold engine text."""
+    table = Table(title=printable(title), title_justify="left", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
+    for row in rows:
+        # Text, not markup.
+        table.add_row(*(Text(printable(cell), "bold red" if cell.startswith(_ALARMING) else "") for cell in row))
+    console.print(table)

@@ -81,6 +81,20 @@ class EngineCalls:
             chars_per_token=config.engine.chars_per_token,
         )
 
+    async def get(self, engine: EngineId, path: str) -> bytes:
+        """The body of a 200 answer. Raises `CallFailed`."""
+        access = self._access
+        try:
+            async with access.control_wire.exchange(
+                access.addresses[engine], b"GET", path.encode(), access.bearer
+            ) as exchange:
+                body = await exchange.read_all(ANSWER_LIMIT)
+        except WireError as exc:
+            raise CallFailed(f"{engine}: {exc}") from None
+        if exchange.status != 200:
+            raise CallFailed(f"{engine}: {path} answered {exchange.status}: {_text(body)}")
+        return body
+
     async def post(self, engine: EngineId, leg: Leg, what: str) -> bytes:
         """The body of a 200 answer. what: name of the call for messages. Raises `CallFailed`."""
         try:

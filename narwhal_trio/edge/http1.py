@@ -14,7 +14,7 @@ import trio
 
 from narwhal_trio.edge.contain import run_app
 from narwhal_trio.edge.errors import edge_error
-from narwhal_trio.edge.http1_head import PREFACE_HEAD, HeadFault, find_head, parse_head
+from narwhal_trio.edge.http1_head import PREFACE_HEAD, HeadFault, HeadReader, find_head
 from narwhal_trio.edge.http1_inbound import ConnectionReader, Http1Inbound
 from narwhal_trio.edge.http1_sink import Http1Sink, encode_head
 from narwhal_trio.edge.replay import ReplayStream
@@ -83,6 +83,7 @@ class _Connection:
         self.peer = peer
         self.hand_over = hand_over
         self.reader = ConnectionReader(stream)
+        self.heads = HeadReader(settings)
         self.requests = 0
 
     async def run(self) -> None:
@@ -94,7 +95,7 @@ class _Connection:
                 if raw == PREFACE_HEAD and self.requests == 0 and self.hand_over is not None:
                     await self._hand_over("h2", raw)
                     return
-                head = parse_head(raw, self.settings)
+                head = self.heads.read(raw)
             except HeadFault as fault:
                 await self._refuse(fault.status, fault.message)
                 return

@@ -11,14 +11,14 @@ import re
 from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote_to_bytes
 
-import attrs
 import httptools
+import msgspec
 
 if TYPE_CHECKING:
     from narwhal_trio.core.sink import Headers
     from narwhal_trio.edge.settings import EdgeSettings
 
-__all__ = ["PREFACE_HEAD", "Head", "HeadFault", "find_head", "parse_head"]
+__all__ = ["PREFACE_HEAD", "Head", "HeadFault", "HeadReader", "find_head", "parse_head"]
 
 PREFACE_HEAD: Final = b"PRI * HTTP/2.0\r\n\r\n"
 """What the HTTP/2 connection preface (RFC 9113, 3.4) looks like to an HTTP/1 parser: a request head."""
@@ -44,8 +44,7 @@ class HeadFault(Exception):  # noqa: N818 - a verdict about the client's bytes
         self.message = message
 
 
-@attrs.define
-class Head:
+class Head(msgspec.Struct, gc=False):
     """One request head. `content_length` is 0 where none is announced; `chunked` excludes it.
 
     minor: 1 or 0, of HTTP/1.x. upgrade: lower-case `upgrade` value if `connection` lists it, else b"".
@@ -111,6 +110,50 @@ class _Fields:
             raise ValueError("too many header fields")  # stops the parser
         # llhttp leaves blanks at the end of a value.
         self.headers.append((name.lower(), value.rstrip(b" \t")))
+
+
+class HeadReader:
+    """Reads the heads of one connection. Clients repeat theirs, so one that differs from the last in its content length alone, if at all,
+    is not parsed again. Nothing is shared between the heads that it returns."""
+
+    __slots__ = ("_after", "_before", "_last", "_length_at", "_settings")
+
+    def __init__(self, settings: EdgeSettings) -> None:
+        self._settings = settings
+        self._last: Head | None = None
+        self._before = self._after = b""  # the bytes of the last head around the digits of its length
+        self._length_at = -1  # which of its fields the length is
+
+    def read(self, raw: bytes) -> Head:
+        """The head in `raw`, which ends with its blank line. Raises `HeadFault`."""
+        last = self._last
+        if last is not None and raw.startswith(self._before) and raw.endswith(self._after):
+            digits = raw[len(self._before) : len(raw) - len(self._after)]
+            if len(digits) <= _LENGTH_DIGITS and digits.isdigit():
+                headers = last.headers.copy()
+                headers[self._length_at] = (b"content-length", digits)
+                return Head(
+                    *(last.method, last.path, last.query, last.minor, headers, int(digits), False),
+                    *(last.keep_alive, last.expects_continue, last.upgrade),
+                )
+        head = parse_head(raw, self._settings)
+        self._remember(raw, head)
+        return head
+
+    def _remember(self, raw: bytes, head: Head) -> None:
+        self._last = None
+        start = raw.lower().find(_LENGTH_FIELD) + len(_LENGTH_FIELD)
+        end = raw.find(b"\r\n", start)
+        places = [place for place, (name, _) in enumerate(head.headers) if name == b"content-length"]
+        if len(places) == 1 and head.headers[places[0]][1] == raw[start:end]:
+            self._last = msgspec.structs.replace(head, headers=head.headers.copy())
+            self._length_at = places[0]
+            self._before, self._after = raw[:start], raw[end:]
+
+
+_LENGTH_FIELD: Final = b"\r\ncontent-length: "
+_LENGTH_DIGITS: Final = 15
+"""Longest length that is taken without llhttp's check of its range."""
 
 
 def parse_head(raw: bytes, settings: EdgeSettings) -> Head:

@@ -137,7 +137,7 @@ class RouterCore:
         self.ledger = HandoffLedger()
         self.releases = Releases(self)
         self.residency = Residency([engine.id for engine in config.engines if engine.kv_events])
-        self.policy = AdmissionPolicy(AdmissionSettings.of(config), self.fleet, self.ledger)
+        self.policy = AdmissionPolicy(AdmissionSettings.of(config, profiled=bool(profiles)), self.fleet, self.ledger)
         self.targets = Targets(ttft_s=config.slo.ttft_s, tpot_s=config.slo.tpot_s)
         self.roles = RoleController.of(config, self.fleet, self.policy.outputs, trio.current_time())
         self.sizer = Sizer(self, timed)
@@ -230,6 +230,11 @@ class RouterCore:
     def missing_engines(self) -> str:
         """What the fleet lacks to serve anybody; "" if nothing."""
         return missing_engines(self.fleet, other_roles=self.other_roles)
+
+    @property
+    def admission_mode(self) -> str:
+        """The admission in force: `predictive` or `open`. Without engine profiles it is `open`, whatever is configured."""
+        return "predictive" if self.policy.settings.predictive else "open"
 
     # -- fleet and readiness ---------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,9 @@ RUNNING_SHOWN: Final = 1000
 """Running requests that `/narwhal/requests` lists: an answer should cost milliseconds."""
 
 
+_UNPROFILED: Final = "the fleet has no engine profiles, so nothing is refused by projection"
+
+
 def health_document(core: RouterCore) -> dict[str, Any]:
     """Always answered with 200: `status` says in what state the router is, not whether it takes work."""
     live = len(core.fleet.live())
@@ -41,8 +44,10 @@ def health_document(core: RouterCore) -> dict[str, Any]:
 
 
 def ready_document(core: RouterCore) -> dict[str, Any]:
-    """`status` is `ready` or `not_ready`; `reason` is the first thing that keeps completions away."""
+    """`status` is `ready` or `not_ready`; `reason` is the first thing that keeps completions away. `admission` where it isn't
+    what was configured."""
     now, readiness = trio.current_time(), core.readiness
+    unprofiled = core.admission_mode != core.config.serving.admission
     reason = readiness.reason(now, missing=core.missing_engines())
     return {
         "status": "not_ready" if reason else "ready",
@@ -50,6 +55,7 @@ def ready_document(core: RouterCore) -> dict[str, Any]:
         "epoch": readiness.epoch,
         "holder": readiness.holder,
         "reason": reason,
+        **({"admission": "open", "admission_reason": _UNPROFILED} if unprofiled else {}),
     }
 
 
@@ -82,7 +88,7 @@ def state_document(core: RouterCore) -> dict[str, Any]:
         "unserved": core.unserved,
         "token_accounting": {endpoint.value: core.dialect.accounting(endpoint).value for endpoint in Endpoint},
         "admission": {
-            "mode": core.config.serving.admission,
+            "mode": core.admission_mode,
             "inflight": core.inflight,
             "limit": core.config.serving.max_connections,
             "queued": admission.waiting,

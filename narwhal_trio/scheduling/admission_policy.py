@@ -68,10 +68,11 @@ class AdmissionSettings:
     correction_min_samples: int = 8
 
     @classmethod
-    def of(cls, config: RouterConfig) -> AdmissionSettings:
+    def of(cls, config: RouterConfig, *, profiled: bool = True) -> AdmissionSettings:
+        """profiled: whether the engines have profiles, without which nothing can be projected and so nothing is refused."""
         serving, slo, reactive = config.serving, config.slo, config.controller.reactive
         return cls(
-            predictive=serving.admission == "predictive",
+            predictive=profiled and serving.admission == "predictive",
             budget_s=config.ttft_budget_s,
             slo_ttft_s=slo.ttft_s,
             slo_tpot_s=slo.tpot_s,

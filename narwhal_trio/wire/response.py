@@ -2,12 +2,15 @@
 
 llhttp (through httptools) parses heads and chunked bodies in its strict mode. What it doesn't decide is decided here: size limits,
 bodies without a length, responses that have no body, leftovers, and a few spellings that llhttp lets through and h11 doesn't.
+
+Engines answer with the same few heads and, when they stream, with whole chunks in each read. So a head that was read before is looked up,
+and whole chunks are cut here; llhttp gets the first bytes that are anything else, and all that follow them.
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import httptools
 
@@ -28,7 +31,27 @@ _STATUS_LINE: Final = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: [\t\x20-
 _START: Final = b"HTTP/1."
 _HEAD_END: Final = b"\r\n\r\n"
 
+_CHUNKED_HEAD: Final = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+_LAST_CHUNK: Final = b"0\r\n\r\n"
+_CHUNK_SIZE: Final = re.compile(rb"([1-9a-fA-F][0-9a-fA-F]{0,6})\r\n")
+
 _HEAD, _LENGTH, _CHUNKED, _UNTIL_CLOSE, _ENDED = range(5)
+
+
+class _Head(NamedTuple):
+    """A response head that is sound. length: None where it announces none."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    persistent: bool
+    length: int | None
+    chunked: bool
+
+
+_seen: dict[bytes, _Head] = {}
+"""Heads by their bytes; emptied when it is full, since some engines put a date or an id into each of theirs."""
+_SEEN_HEADS: Final = 256
+_SEEN_BYTES: Final = 1024
 
 
 class _Collector:
@@ -72,7 +95,6 @@ class ResponseParser:
         "_collector",
         "_fault",
         "_head",
-        "_http10",
         "_idle_bytes",
         "_interim",
         "_left",
@@ -99,7 +121,6 @@ class ResponseParser:
         self._collector: _Collector | None = None
         self._tail = b""
         self._idle_bytes = 0
-        self._http10 = False
         self._persistent = False
         self._surplus = False
         self._fault: str | None = None
@@ -172,10 +193,18 @@ class ResponseParser:
             end += len(_HEAD_END)
             if end > MAX_HEAD:
                 raise self._malformed(f"response head is larger than {MAX_HEAD} bytes")
-            collector, parser = self._parse_head(bytes(buffer[:end]))
+            raw = bytes(buffer[:end])
+            head = _seen.get(raw)
+            if head is None:
+                head = self._parse_head(raw)
+                if len(raw) <= _SEEN_BYTES:
+                    if len(_seen) >= _SEEN_HEADS:
+                        _seen.clear()
+                    _seen[raw] = head
             rest = bytes(buffer[end:])
-            if self.status >= 200:
-                return self._begin_body(collector, parser, rest)
+            self.status = head.status
+            if head.status >= 200:
+                return self._begin_body(head, rest)
             self._interim += 1
             if self.status == 101 or self._interim > MAX_INTERIM:
                 raise self._malformed(f"unexpected status {self.status}")
@@ -192,7 +221,7 @@ class ResponseParser:
             raise self._malformed(f"response head is larger than {MAX_HEAD} bytes")
         self._head = buffer if isinstance(buffer, bytearray) else bytearray(buffer)
 
-    def _parse_head(self, head: bytes) -> tuple[_Collector, httptools.HttpResponseParser]:
+    def _parse_head(self, head: bytes) -> _Head:
         line = _STATUS_LINE.match(head)
         if line is None:
             raise self._malformed(f"bad status line: {head[:80]!r}")
@@ -208,49 +237,48 @@ class ResponseParser:
                 raise self._malformed(f"bad response head: {exc}") from exc
         if not collector.headers_complete:
             raise self._malformed("bad response head")
-        self.status = int(line[2])
-        self._http10 = line[1] == b"0"
-        self._persistent = not self._http10  # no engine speaks 1.0 with keep-alive, so that isn't trusted
-        return collector, parser
+        status, http10 = int(line[2]), line[1] == b"0"
+        if status < 200:
+            return _Head(status, collector.headers, True, None, False)
+        return self._framed(status, collector.headers, http10=http10)
 
-    def _begin_body(self, collector: _Collector, parser: httptools.HttpResponseParser, rest: bytes) -> bytes:
-        self.headers = collector.headers
-        length, chunked = self._framing(collector.headers)
-        if self._no_body or self.status in (204, 304) or length == 0:
+    def _begin_body(self, head: _Head, rest: bytes) -> bytes:
+        self.headers = head.headers.copy()
+        self._persistent = head.persistent
+        if self._no_body or head.status in (204, 304) or head.length == 0:
             self._mode = _ENDED
-        elif chunked:
+        elif head.chunked:
             self._mode = _CHUNKED
-            self._chunked = parser
-            self._collector = collector
-        elif length is not None:
+        elif head.length is not None:
             self._mode = _LENGTH
-            self._left = length
+            self._left = head.length
         else:
             self._mode = _UNTIL_CLOSE
             self._persistent = False
         return self.feed(rest) if rest else b""
 
-    def _framing(self, headers: list[tuple[bytes, bytes]]) -> tuple[int | None, bool]:
-        """(content length, chunked). llhttp refuses a length beside a transfer coding; the rest is judged here."""
+    def _framed(self, status: int, headers: list[tuple[bytes, bytes]], *, http10: bool) -> _Head:
+        """The head with its framing. llhttp refuses a length beside a transfer coding; the rest is judged here."""
         length: int | None = None
         chunked = False
+        persistent = not http10  # no engine speaks 1.0 with keep-alive, so that isn't trusted
         for name, value in headers:
             if name == b"content-length":
                 if length is not None or len(value) > 18 or not value.isdigit():
                     raise self._malformed(f"bad or conflicting content-length: {value[:40]!r}")
                 length = int(value)
             elif name == b"transfer-encoding":
-                if chunked or value.lower() != b"chunked" or self._http10:
+                if chunked or value.lower() != b"chunked" or http10:
                     raise self._malformed(f"unsupported transfer-encoding: {value[:40]!r}")
                 chunked = True
             elif name == b"connection":
                 if b"close" in [token.strip() for token in value.lower().split(b",")]:
-                    self._persistent = False
+                    persistent = False
             elif name == b"content-encoding" and value.lower() not in (b"", b"identity"):
                 raise self._malformed(f"content-encoding {value[:40]!r} although only identity was accepted")
         if length is not None and chunked:
             raise self._malformed("content-length beside transfer-encoding")
-        return length, chunked
+        return _Head(status, headers, persistent, length, chunked)
 
     # ---- body
 
@@ -264,20 +292,29 @@ class ResponseParser:
         return body
 
     def _feed_chunked(self, data: bytes | bytearray) -> bytes:
-        collector = self._collector
-        parser = self._chunked
-        assert collector is not None
-        assert parser is not None
+        parser, collector, parts = self._chunked, self._collector, _NOTHING
+        # The last bytes seen, enough to tell an end from an end with empty lines after it, which llhttp skips in silence.
+        tail = self._tail = bytes(data) if len(data) >= 6 else (self._tail + data)[-6:]
+        if parser is None or collector is None:
+            parts, end = _whole_chunks(data)
+            if end == len(data):
+                self._idle_bytes = 0
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+            data = data[end:]
+            if data == _LAST_CHUNK:
+                self._mode = _ENDED
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+            collector = self._collector = _Collector()
+            parser = self._chunked = httptools.HttpResponseParser(collector)
+            parser.feed_data(_CHUNKED_HEAD)
         try:
             parser.feed_data(data)
         except httptools.HttpParserError as exc:
             if not collector.message_complete:
                 self._fault = f"bad chunked body: {exc}"
-        parts = collector.parts
+        parts = [*parts, *collector.parts]
+        collector.parts.clear()
         body = parts[0] if len(parts) == 1 else b"".join(parts)
-        parts.clear()
-        # The last bytes seen, enough to tell an end from an end with empty lines after it, which llhttp skips in silence.
-        tail = self._tail = bytes(data) if len(data) >= 6 else (self._tail + data)[-6:]
         if collector.message_complete:
             self._surplus = collector.next_message or not tail.endswith(_HEAD_END) or tail.endswith(b"\r\n\r\n\r\n")
             self._mode = _ENDED
@@ -296,3 +333,20 @@ class ResponseParser:
     def _malformed(self, problem: str) -> MalformedResponse:
         self._fault = problem
         return MalformedResponse(problem)
+
+
+_NOTHING: Final[list[bytes]] = []
+
+
+def _whole_chunks(data: bytes | bytearray) -> tuple[list[bytes], int]:
+    """The bodies of the whole chunks in plain form that `data` begins with, and where the first byte after them stands."""
+    parts: list[bytes] = []
+    position, match = 0, _CHUNK_SIZE.match
+    while (size := match(data, position)) is not None:
+        begin = size.end()
+        end = begin + int(size[1], 16)
+        if not data.startswith(b"\r\n", end):
+            break
+        parts.append(bytes(data[begin:end]))
+        position = end + 2
+    return parts, position

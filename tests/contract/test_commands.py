@@ -245,3 +245,48 @@ def test_the_journal_of_a_run_can_be_read(tmp_path: Path) -> None:
     done = run("journal", str(tmp_path / "journal.jsonl"))
     assert done.returncode == 0
     assert "completed" in done.stdout
+
+
+@contextmanager
+def two_engines(tmp_path: Path) -> Iterator[tuple[Path, list[str]]]:
+    """A configuration of two engines that run, and their URLs."""
+    with (
+        started("engine", "--bind", "127.0.0.1:0", "--name", "p") as (_, prefill),
+        started("engine", "--bind", "127.0.0.1:0", "--name", "d") as (_, decode),
+    ):
+        config = tmp_path / "router.toml"
+        config.write_text(
+            'model = "narwhal-sim"\n[slo]\nttft_s = 2.0\ntpot_s = 0.1\n[profiles]\npath = ""\n'
+            f'[[engines]]\niid = "p"\nurl = "{prefill}"\nrole = "prefill"\n[[engines]]\niid = "d"\nurl = "{decode}"\n'
+        )
+        yield config, [prefill, decode]
+
+
+def test_check_live_and_profile_on_sockets(tmp_path: Path) -> None:
+    with two_engines(tmp_path) as (config, urls):
+        done = run("check", "--config", str(config), "--live")
+        assert done.returncode == 0, done.stderr
+        assert "note: serving.admission: there are no engine profiles" in done.stdout
+        assert "p > d   hand-off  ok" in done.stdout
+        profiles = tmp_path / "profiles.json"
+        words = ["profile", "--config", str(config), "--out", str(profiles), "--quick"]
+        process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        with process:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if "round" in line:
+                    break
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=30) == 130
+        assert not profiles.exists()
+        for url in urls:
+            metrics = httpx.get(f"{url}/metrics", timeout=30).text
+            assert 'vllm:num_requests_running{engine="0",model_name="narwhal-sim"} 0.0' in metrics
+        # Few points of a machine that does other things, too: refused or not, the answer is one of the two.
+        done = run(*words, "--prefill-repeats", "3", "--decode-repeats", "1")
+        assert done.returncode == (1 if "REJECTED" in done.stdout else 0), done.stderr
+        assert profiles.exists() == (done.returncode == 0)
+        urls.clear()
+    done = run("check", "--config", str(config), "--live")
+    assert done.returncode == 1
+    assert "Connection refused" in done.stdout

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -9,6 +11,7 @@ import pytest
 import trio
 
 from narwhal_trio.engine_sim import Fault, TimeModel
+from narwhal_trio.ha.file_lease import FileLeaseStore
 from narwhal_trio.scheduling.profile import Profile
 from narwhal_trio.scheduling.profile_store import ProfileStore, dump_profiles
 from narwhal_trio.testing import ClientResponse, World, run_world
@@ -288,6 +291,49 @@ def test_o16_no_eligible_engine() -> None:
     run_world(main, 7)
 
 
+@pytest.mark.parametrize("state", ["standby", "fenced", "maintenance", "monitoring_degraded"])
+def test_o17_a_router_that_is_not_ready_says_why(tmp_path: Path, state: str) -> None:
+    async def main(world: World) -> None:
+        lease = tmp_path / "lease"
+        sections: dict[str, Any] = {}
+        if state in ("standby", "fenced"):
+            other = FileLeaseStore(lease, limit_s=2.0, threads=False)
+            assert await other.claim("other:1", 600.0, replacing=None) is not None
+            sections["ha"] = {"backend": "file", "lease_path": str(lease)}
+        sections["recovery"] = {"state_path": ""}
+        sections["controller"] = {"monitor_failure_limit": 3}
+        async with fleet(world, **sections) as f:
+            client = await f.client()
+            if state == "fenced":
+                lease.write_text("damaged")
+            elif state == "maintenance":
+                drained = await client.post("/narwhal/lifecycle/drain", {"wave": True})
+                assert drained.status == 200, drained.body
+            elif state == "monitoring_degraded":
+
+                async def fails(_nursery: trio.Nursery) -> None:
+                    await trio.lowlevel.checkpoint()
+                    raise OSError("no disk")
+
+                f.router.control.monitor.add("handoff", fails)
+            await trio.sleep(4)
+            answer = await client.post(COMPLETIONS, ids(3))
+            check(answer, 503, "router_not_ready", state, retry_after="1")
+            ready = await client.get("/ready")
+            assert (ready.status, ready.headers["retry-after"]) == (503, "1")
+            assert ready.json()["reason"] == answer.json()["error"]["message"] != ""
+            health = (await client.get("/health")).json()["status"]
+            assert health == {"monitoring_degraded": "degraded"}.get(state, state)
+            client.disconnect()
+            await trio.sleep(1)
+            (row,) = f.rows
+            assert (row["terminal"], row["reason"], row["input_sized"]) == ("rejected", state, False)
+            assert row["readiness_reason"] == ready.json()["reason"]
+            assert f.legs("p0") == []
+
+    run_world(main, 22)
+
+
 def test_o18_open_admission_serves_what_prediction_refuses_but_keeps_limits(tmp_path: Path) -> None:
     async def main(world: World) -> None:
         table = profiles(tmp_path, "p0", "d0")
@@ -427,3 +473,57 @@ def test_o19_every_ending_is_booked_once(tmp_path: Path) -> None:
             assert len({row["rid"] for row in f.rows}) == 8
 
     run_world(main, 12)
+
+
+def test_o19_every_terminal_has_its_counter_and_its_row(tmp_path: Path) -> None:
+    """Requests of all eight endings, some before and some after they were sized."""
+
+    async def main(world: World) -> None:
+        table = profiles(tmp_path, "p0", "d0")
+        limits = {"admission": "predictive", "max_connections": 1, "queue_capacity": 1, "queue_timeout_s": 1.0}
+        async with fleet(world, time=SLOW, serving=limits, profiles=table) as f:
+
+            async def send(body: Any, status: int | None, *, leave_after_s: float = 0.0, **headers: str) -> None:
+                client = await f.client()
+                names = {name.replace("_", "-"): value for name, value in headers.items()}
+                if status is None:
+                    await client.send_request("POST", COMPLETIONS, json=body)
+                    await trio.sleep(leave_after_s)
+                else:
+                    answer = await client.request("POST", COMPLETIONS, json=body, headers=names)
+                    assert answer.status == status, answer.body
+                client.disconnect()
+
+            await send(ids(3), 200)  # served
+            await send({"prompt": 5}, 400)  # invalid, unsized
+            await send(ids(3, model="other"), 404)  # invalid, sized
+            await send(ids(300), 429)  # refused
+            await send(ids(50), 504, x_request_timeout="0.1")  # expired, sized
+            await send(ids(3), 504, x_request_timeout="0")  # expired, unsized
+            await send(ids(50), None, leave_after_s=0.1)  # cancelled
+            f.engines["d0"].faults.add(Fault(status=500), path=COMPLETIONS, times=2)
+            await send(ids(3, first=500), 502)  # failed
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(send, ids(100, first=600), 200)  # served
+                await trio.sleep(0.1)
+                nursery.start_soon(partial(send, ids(3), None, leave_after_s=0.5))  # cancelled in the queue
+                await trio.sleep(0.1)
+                nursery.start_soon(send, ids(3), 429)  # rejected, sized: the queue is full
+            await f.at_rest(requests=11)
+            counters = f.router.core.accounting.counters()
+            seen = Counter(row["terminal"] for row in f.rows)
+            assert seen == {
+                "completed": 2,
+                "invalid": 2,
+                "refused": 1,
+                "expired": 2,
+                "cancelled": 2,
+                "failed": 1,
+                "rejected": 1,
+            }
+            names = {"completed": "served", "invalid": "invalid_requests"}
+            assert {terminal: counters[names.get(terminal, terminal)] for terminal in seen} == seen
+            assert counters["unsized_offered"] == sum(not row["input_sized"] for row in f.rows) == 2
+            assert len({row["rid"] for row in f.rows}) == 11
+
+    run_world(main, 23)

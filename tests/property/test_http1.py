@@ -13,14 +13,15 @@ from trio.testing import MockClock
 from narwhal_trio.core.sink import BodyFault, BodyTooLarge
 from narwhal_trio.edge.http1 import serve_connection
 from narwhal_trio.edge.http1_body import framing_of
-from narwhal_trio.edge.http1_head import HeadFault, find_head, parse_head
+from narwhal_trio.edge.http1_head import Head, HeadFault, HeadReader, find_head, parse_head
 from narwhal_trio.edge.settings import EdgeSettings, EdgeState
 from narwhal_trio.testing import Link, memory_pair
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from narwhal_trio.core.sink import Inbound, Sink
     from narwhal_trio.edge.http1_body import Framing
-    from narwhal_trio.edge.http1_head import Head
 
 SETTINGS = EdgeSettings()
 
@@ -210,6 +211,58 @@ def test_a_verdict_about_a_whole_head_is_never_earlier_contradicted(raw: bytes, 
     assert found is not None
     cut = data.draw(st.integers(0, found[1] - 1))
     assert find_head(bytearray(raw[:cut]), SETTINGS) is None
+
+
+def verdict(read: Callable[[bytes], Head], raw: bytes) -> Head | tuple[int, str]:
+    try:
+        return read(raw)
+    except HeadFault as fault:
+        return fault.status, fault.message
+
+
+LENGTHS: tuple[bytes, ...] = (
+    b"5",
+    b"0",
+    b"17",
+    b"017",
+    b"",
+    b"-1",
+    b"5 ",
+    b"5,5",
+    b"1" * 15,
+    b"9" * 16,
+    b"9" * 25,
+    b"\xb2",
+    b"5\r\nx:",
+)
+
+
+@given(
+    st.lists(
+        st.sampled_from([b"Accept: a", b"Content-Length: 5", b"transfer-encoding: chunked", b"x:  y "]), max_size=3
+    ),
+    st.sampled_from([b"Content-Length: ", b"content-length:", b"CONTENT-LENGTH:  "]),
+    st.lists(st.tuples(st.sampled_from(LENGTHS), st.booleans()), min_size=1, max_size=6),
+    st.lists(st.integers(0, 49), max_size=2),
+)
+@settings(max_examples=300, deadline=None)
+def test_a_connection_reads_repeated_heads_as_it_reads_new_ones(
+    fields: list[bytes], name: bytes, lengths: list[tuple[bytes, bool]], places: list[int]
+) -> None:
+    def read_new(raw: bytes) -> Head:
+        return parse_head(raw, SETTINGS)
+
+    read_again = HeadReader(SETTINGS).read
+    for length, damaged in lengths:
+        raw = bytearray(
+            b"\r\n".join([b"POST /v1/x?a HTTP/1.1", b"Host: a", *fields, name + length, b"z: \xe4", b"", b""])
+        )
+        for place in places if damaged else ():
+            raw[place] = 0x31
+        again = verdict(read_again, bytes(raw))
+        assert again == verdict(read_new, bytes(raw))
+        if isinstance(again, Head):
+            again.headers.clear()  # nobody else's
 
 
 # -- bodies

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from narwhal_trio.wire import response
 from narwhal_trio.wire.errors import MalformedResponse
 from narwhal_trio.wire.response import MAX_HEAD, MAX_HEADER_LINES, MAX_INTERIM, ResponseParser
 
@@ -310,3 +311,20 @@ def test_remaining_content_length() -> None:
     parser.feed(bytearray(b"cde"))
     assert parser.complete
     assert parser.content_length is None
+
+
+def test_heads_that_were_seen_before_are_not_shared_and_not_kept_without_bound() -> None:
+    head = b"HTTP/1.1 200 OK\r\nserver: once\r\ncontent-length: 2\r\n\r\n"
+    first, second = ResponseParser(b"POST"), ResponseParser(b"HEAD")
+    assert first.feed(head + b"ab") == b"ab"
+    first.headers.clear()
+    assert second.feed(head) == b""
+    assert second.complete
+    assert second.headers == [(b"server", b"once"), (b"content-length", b"2")]
+    for number in range(response._SEEN_HEADS + 1):
+        ResponseParser(b"POST").feed(b"HTTP/1.1 204 No\r\nx-request-id: %d\r\n\r\n" % number)
+    assert head not in response._seen
+    assert len(response._seen) <= response._SEEN_HEADS
+    long = b"HTTP/1.1 204 No\r\nx: %b\r\n\r\n" % (b"y" * response._SEEN_BYTES)
+    ResponseParser(b"POST").feed(long)
+    assert long not in response._seen

@@ -410,3 +410,19 @@ def test_a_partitioned_engine_is_ejected_and_returns_with_the_network() -> None:
             assert len(a.router.core.fleet.live()) == 3
 
     run_world(main, 14)
+
+
+def test_a_fleet_without_profiles_admits_as_if_open_and_says_so() -> None:
+    async def main(world: World) -> None:
+        async with site(world) as s:
+            await s.router("a", serving={"admission": "predictive"})
+            ready = (await s.get("a", "/ready")).json()
+            assert (ready["status"], ready["admission"]) == ("ready", "open")
+            assert ready["admission_reason"] == "the fleet has no engine profiles, so nothing is refused by projection"
+            state = (await s.get("a", "/narwhal/state")).json()
+            assert state["admission"]["mode"] == "open"
+            # Far over every budget, if anything were known of the engines.
+            answer = await s.ask("a", prompt="word " * 5000)
+            assert answer.status == 200
+
+    run_world(main, 1)

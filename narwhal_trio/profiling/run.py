@@ -1,0 +1,61 @@
+"""One run of the `profile` command, from a configuration to verdicts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+import trio
+
+from narwhal_trio.control.access import FleetAccess
+from narwhal_trio.profiling.measure import MeasureFailed, measure_fleet
+from narwhal_trio.profiling.verdict import EngineVerdict, judge
+
+if TYPE_CHECKING:
+    from narwhal_trio.config import RouterConfig
+    from narwhal_trio.profiling.measure import Progress
+    from narwhal_trio.profiling.plan import Plan
+    from narwhal_trio.wire.stream import Dialer
+
+__all__ = ["Options", "profile_fleet"]
+
+
+@attrs.frozen(kw_only=True)
+class Options:
+    """only: ids of the engines to measure, all if empty. fixed, allow_busy: as for `measure_fleet`. time_limit_s: of the whole run."""
+
+    plan: Plan
+    only: frozenset[str] = frozenset()
+    fixed: frozenset[str] = frozenset()
+    allow_busy: bool = False
+    time_limit_s: float | None = None
+
+
+async def profile_fleet(
+    config: RouterConfig,
+    options: Options,
+    dialer: Dialer,
+    progress: Progress,
+    *,
+    credential: str = "",
+    seed: int | None = None,
+) -> list[EngineVerdict]:
+    """Measure and fit. Raises `MeasureFailed` and `CallFailed`. However it ends, no request to any engine is left running."""
+    access = FleetAccess(
+        config,
+        dialer,
+        credential=credential,
+        seed=seed,
+        connections=max(options.plan.batches) + config.control_connections,
+    )
+    try:
+        with trio.move_on_after(float("inf") if options.time_limit_s is None else options.time_limit_s):
+            measured = await measure_fleet(
+                access, options.plan, progress, only=options.only, fixed=options.fixed, allow_busy=options.allow_busy
+            )
+            return [judge(one) for one in measured]
+    finally:
+        access.close()
+    raise MeasureFailed(
+        f"the time limit of {options.time_limit_s:g} s ended it at {progress.stage} (step {progress.done} of {progress.total})"
+    )
