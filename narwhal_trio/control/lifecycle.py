@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 import trio
 
+from narwhal_trio.control.fabric import PARTNERS
 from narwhal_trio.scheduling.lifecycle import (
     Check,
     DrainOrder,
@@ -27,6 +28,7 @@ from narwhal_trio.types import AbortCause, EngineId, Role
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from narwhal_trio.control.fabric import Fabric
     from narwhal_trio.control.probes import EngineProbes, Probe
     from narwhal_trio.router.core import RouterCore
     from narwhal_trio.router.request import RequestRun
@@ -38,8 +40,6 @@ log = structlog.get_logger(__name__)
 
 SCHEMA: Final = "narwhal.lifecycle"
 SCHEMA_VERSION: Final = 1
-PARTNERS: Final = 3
-"""Engines with which a returning engine may try its hand-off: one that fails may be the partner's fault."""
 NOT_IN_CONTROL: Final = "this router does not control the fleet"
 FENCED: Final = "router control was fenced during validation"
 
@@ -59,16 +59,21 @@ class LifecycleService:
         self,
         core: RouterCore,
         probes: EngineProbes,
+        fabric: Fabric,
         *,
         wall: Callable[[], float],
         on_readmitted: Callable[[EngineId], None] = lambda _engine: None,
     ) -> None:
         self._core = core
         self._probes = probes
+        self._fabric = fabric
         self._wall = wall
         self._on_readmitted = on_readmitted
         self._order_came = trio.Event()
-        self.machine = Lifecycle(core.fleet, core.readiness, self._note, other_roles=core.other_roles)
+        whole_wave = core.config.recovery.engine_restart_policy == "whole_wave"
+        self.machine = Lifecycle(
+            core.fleet, core.readiness, self._note, other_roles=core.other_roles, whole_wave=whole_wave
+        )
 
     async def run(self) -> None:
         """Watch drains until cancelled: notice when they are complete, and end what is left at their deadline if so ordered."""
@@ -113,14 +118,23 @@ class LifecycleService:
 
     # -- orders
 
+    def engine_lost(self, iid: EngineId, cause: str) -> None:
+        """An engine that was in service has been ejected: the restart policy may want the whole fleet restarted."""
+        self.machine.require_restart(
+            f"{iid} ejected: {cause}", now=trio.current_time(), wall=self._wall(), wave_id=self._wave_id()
+        )
+        self._order_came.set()
+
+    def _wave_id(self) -> str:
+        return f"wave-{self._core.random.getrandbits(48):012x}"
+
     def drain(self, order: DrainOrder) -> Answer:
         """Take engines out of placement. 200, or 409 or 503 with `error` and nothing changed."""
         if not self._in_control():
             return 503, self.document(NOT_IN_CONTROL)
         self.refresh()
-        wave_id = f"wave-{self._core.random.getrandbits(48):012x}"
         try:
-            self.machine.drain(order, now=trio.current_time(), wall=self._wall(), wave_id=wave_id)
+            self.machine.drain(order, now=trio.current_time(), wall=self._wall(), wave_id=self._wave_id())
         except LifecycleRefused as refused:
             return refused.status, self.document(refused.message)
         self.refresh()
@@ -205,17 +219,10 @@ class LifecycleService:
         """One hand-off with an engine of the other role that works; the last failure if none does."""
         produces = engine.role is Role.PREFILL
         wanted = Role.DECODE if produces else Role.PREFILL
-        others = [e for e in self._core.fleet if e.role is wanted and self.machine.state(e.id) is EngineState.ACTIVE]
-        # Engines in service first: an ejected one is asked only where there is nobody else.
-        others.sort(key=lambda e: (not e.live, e.residents(wanted)))
         check = Check("fabric", passed=False, detail=f"no {wanted.value} engine is there for a hand-off")
-        for other in others[:PARTNERS]:
-            if produces:
-                probe = await self._probes.handoff(engine.id, other.id)
-                check = _check(f"fabric produce to {other.id}", probe)
-            else:
-                probe = await self._probes.handoff(other.id, engine.id)
-                check = _check(f"fabric consume from {other.id}", probe)
+        for other in self._fabric.partners(engine)[:PARTNERS]:
+            direction = "produce to" if produces else "consume from"
+            check = _check(f"fabric {direction} {other.id}", await self._fabric.handoff(engine, other))
             if check.passed:
                 break
         return check
@@ -260,7 +267,7 @@ class LifecycleService:
             "requested_at": durable.get("requested_at"),
             "deadline_at": durable.get("deadline_at"),
             "force": durable.get("force", False),
-            "restart_required": durable.get("restart_required", False),
+            "restart_required": bool(self.machine.restart_reason),
             "wave_id": durable.get("wave_id"),
             "old_process_start": durable.get("old_process_start"),
             "new_process_start": durable.get("new_process_start"),

@@ -12,10 +12,11 @@ import structlog
 import trio
 
 from narwhal_trio.config import ConfigError, Problem
+from narwhal_trio.control import health_view
+from narwhal_trio.control.health import HealthService
 from narwhal_trio.control.kv_events import KvEvents
 from narwhal_trio.control.lag import LagProbe
 from narwhal_trio.control.lifecycle import LifecycleService
-from narwhal_trio.control.liveness import Liveness
 from narwhal_trio.control.monitor import Monitor
 from narwhal_trio.control.probes import EngineProbes
 from narwhal_trio.control.roles import RoleService
@@ -26,7 +27,7 @@ from narwhal_trio.ha.file_lease import FileLeaseStore
 from narwhal_trio.ha.files import FileWorker, write_atomically
 from narwhal_trio.ha.handoff import HandoffUnusable, apply_handoff, handoff_document, read_handoff
 from narwhal_trio.ha.service import HaService
-from narwhal_trio.scheduling.fleet import Hold
+from narwhal_trio.scheduling.breaker import Signal
 from narwhal_trio.scheduling.lifecycle import EngineState
 from narwhal_trio.scheduling.saturation import saturation
 
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from narwhal_trio.observe.metrics import Sample
     from narwhal_trio.router.core import RouterCore
     from narwhal_trio.scheduling.fleet import Engine
-    from narwhal_trio.types import EngineId
     from narwhal_trio.wire.stream import Dialer
 
 __all__ = ["ControlPlane", "Prepared", "prepare"]
@@ -70,12 +70,17 @@ class ControlPlane:
         self._threads = threads
         self.lag = LagProbe()
         self.probes = EngineProbes(core)
-        self.liveness = Liveness(core, self.probes)
-        self.lifecycle = LifecycleService(core, self.probes, wall=time.time, on_readmitted=self._readmitted)
+        self.health = HealthService(core, self.probes, self.lag)
+        self.liveness = self.health.liveness
+        self.lifecycle = LifecycleService(
+            core, self.probes, self.health.fabric, wall=time.time, on_readmitted=self.health.readmitted
+        )
+        self.health.on_lost = self.lifecycle.engine_lost
         self.kv_events = KvEvents(core)
         self.roles = RoleService(core, self._eject_undecided)
         self.monitor = Monitor(core)
         self.monitor.add("controller", self.roles.stage)
+        self.monitor.add("health", self._look)
         self.monitor.add("liveness", self._liveness)
         config = core.config
         self.ha: HaService | None = None
@@ -89,15 +94,15 @@ class ControlPlane:
             self.monitor.add("handoff", self._write_state)
         if prepared.predecessor is not None:
             self._take_over(prepared.predecessor)
-        core.samples += [self.samples, self.kv_events.samples]
         report = RolesReport(core, self.roles)
-        core.samples += [self.samples, report.samples]
+        core.samples += [self.samples, self.kv_events.samples, report.samples]
         core.documents |= {
             "ha": self._ha_document,
             "monitoring": self._monitoring_document,
             "lifecycle": self.lifecycle.document,
             "residency": lambda: {name: engine.document() for name, engine in core.residency.engines.items()},
             **report.documents,
+            **health_view.documents(self.health),
         }
         core.saturation = self.saturation
 
@@ -106,6 +111,7 @@ class ControlPlane:
         async with trio.open_nursery() as nursery:
             if self.ha is not None:
                 await nursery.start(self.ha.run)
+            await nursery.start(self.health.run)
             nursery.start_soon(self.monitor.run, name="monitor")
             nursery.start_soon(self.lifecycle.run, name="lifecycle")
             nursery.start_soon(self.kv_events.run, name="kv events")
@@ -129,6 +135,10 @@ class ControlPlane:
 
     # -- stages and hooks
 
+    async def _look(self, _nursery: trio.Nursery) -> None:
+        await trio.lowlevel.checkpoint()
+        self.health.look()
+
     async def _liveness(self, nursery: trio.Nursery) -> None:
         await trio.lowlevel.checkpoint()
         self.liveness.start_due(nursery)
@@ -148,19 +158,9 @@ class ControlPlane:
                 except OSError as exc:
                     log.warning("the hand-over document was not written", problem=str(exc))
 
-    def _readmitted(self, engine: EngineId) -> None:
-        self.liveness.forget(engine)
-        self.liveness.readmissions[engine, "verification"] += 1
-
     def _eject_undecided(self, engine: Engine, detail: str) -> None:
         """An engine may have either role after a switch that failed."""
-        log.warning("engine ejected", engine=engine.id, cause="role_switch", detail=detail)
-        self.liveness.ejections[engine.id, "role_switch"] += 1
-        self.core.journal.event(
-            "engine_ejected", trio.current_time(), iid=engine.id, cause="role_switch", detail=detail
-        )
-        self.core.events.publish("engine_ejected", iid=engine.id, cause="role_switch", detail=detail)
-        self.core.fleet.hold(engine.id, Hold.EJECTED)
+        self.health.machine.signal(engine.id, Signal.ROLE_UNKNOWN, trio.current_time(), detail=detail)
 
     def _take_over(self, document: HandoffDocument | None) -> None:
         """This router is about to serve, after another one or for the first time."""
@@ -169,7 +169,7 @@ class ControlPlane:
                 apply_handoff(document, self.core, self.lifecycle.machine, wall=time.time())
             except HandoffUnusable as exc:
                 log.warning("the hand-over document is of no use, starting from the configuration", problem=str(exc))
-        self.liveness.forget()  # ejected engines are asked at once
+        self.health.adopt()
 
     # -- what others read
 
@@ -206,16 +206,10 @@ class ControlPlane:
         for engine in core.fleet:
             state = machine.state(engine.id)
             draining = state in (EngineState.DRAINING, EngineState.DEADLINE_EXCEEDED)
-            yield "narwhal_ejected", (engine.id,), float(Hold.EJECTED in engine.holds)
             yield "narwhal_engine_draining", (engine.id,), float(draining)
             yield "narwhal_engine_ready_to_stop", (engine.id,), float(machine.ready_to_stop(engine.id))
             yield "narwhal_engine_lifecycle_state", (engine.id, state.value), 1.0
-        for labels, count in self.liveness.ejections.items():
-            yield "narwhal_engine_ejections_total", labels, float(count)
-        for probe_labels, count in self.liveness.probed.items():
-            yield "narwhal_engine_probes_total", probe_labels, float(count)
-        for labels, count in self.liveness.readmissions.items():
-            yield "narwhal_engine_readmissions_total", labels, float(count)
+        yield from health_view.samples(self.health)
 
 
 def prepare(config: RouterConfig, dialer: Dialer, *, lease: LeaseStore | None = None, threads: bool = True) -> Prepared:

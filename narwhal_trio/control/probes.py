@@ -46,10 +46,11 @@ class ProbeResult(enum.Enum):
 
 @attrs.frozen
 class Probe:
-    """detail: what was found where it did not pass; may hold engine text."""
+    """detail: what was found where it did not pass; may hold engine text. engine: whom it is about, in a hand-off that did not work."""
 
     result: ProbeResult
     detail: str = ""
+    engine: EngineId | None = None
 
     @property
     def passed(self) -> bool:
@@ -104,6 +105,12 @@ class EngineProbes:
         attempt = _HandoffCheck(self._access, self._calls, producer, consumer)
         return await (attempt.meet() if self._access.dialect.rendezvous else attempt.in_turn())
 
+    async def alone(self, engine: EngineId) -> Probe:
+        """One completion that the engine prefills and decodes itself, where its kind can. Bounded as one leg of a hand-off."""
+        if self._access.dialect.rendezvous:
+            return Probe(ProbeResult.INCONCLUSIVE, f"{engine}: engines of this kind cannot serve alone")
+        return await _HandoffCheck(self._access, self._calls, engine, engine).alone()
+
     async def tokenize(self, engine: EngineId) -> Probe:
         """Does the engine count a prompt's tokens? Bounded by `engine.tokenize_timeout_s`."""
 
@@ -130,15 +137,18 @@ class EngineProbes:
             except httpx.HTTPError as exc:
                 result = ProbeResult.INCONCLUSIVE if isinstance(exc.__cause__, NoRoom) else ProbeResult.FAILED
                 return Probe(result, str(exc) or type(exc).__name__)
-        waited = trio.current_time() - started
-        pool = self._access.control_wire.statistics(self._access.addresses[engine])
-        if waited > limit_s * LATE:
-            return Probe(
-                ProbeResult.INCONCLUSIVE, f"this process noticed a limit of {limit_s:g} s after {waited:.1f} s"
-            )
-        if pool.in_use >= self._access.config.control_connections:
-            return Probe(ProbeResult.INCONCLUSIVE, f"all {pool.in_use} control connections to it were in use")
-        return Probe(ProbeResult.SILENT, f"no answer within {limit_s:g} s")
+        return _out_of_time(self._access, engine, limit_s, started)
+
+
+def _out_of_time(access: EngineAccess, engine: EngineId, limit_s: float, started: float) -> Probe:
+    """A question was not answered within its limit: by the engine's doing, or by ours?"""
+    waited = trio.current_time() - started
+    pool = access.control_wire.statistics(access.addresses[engine])
+    if waited > limit_s * LATE:
+        return Probe(ProbeResult.INCONCLUSIVE, f"this process noticed a limit of {limit_s:g} s after {waited:.1f} s")
+    if pool.in_use >= access.config.control_connections:
+        return Probe(ProbeResult.INCONCLUSIVE, f"all {pool.in_use} control connections to it were in use")
+    return Probe(ProbeResult.SILENT, f"no answer within {limit_s:g} s")
 
 
 class _HandoffCheck:
@@ -190,12 +200,19 @@ class _HandoffCheck:
 
     async def _bounded(self, engine: EngineId, work: Callable[[], Awaitable[Handoff | None]]) -> Probe | Handoff | None:
         limit_s = self._access.config.probe_timeout_s
-        with trio.move_on_after(limit_s):
+        started = trio.current_time()
+        with trio.move_on_at(started + limit_s):
             try:
                 return await work()
             except CallFailed as exc:
-                return Probe(ProbeResult.FAILED if exc.asked else ProbeResult.INCONCLUSIVE, str(exc))
-        return Probe(ProbeResult.SILENT, f"{engine}: no answer within {limit_s:g} s")
+                return Probe(ProbeResult.FAILED if exc.asked else ProbeResult.INCONCLUSIVE, str(exc), engine)
+        probe = _out_of_time(self._access, engine, limit_s, started)
+        return attrs.evolve(probe, detail=f"{engine}: {probe.detail}", engine=engine)
+
+    async def alone(self) -> Probe:
+        """A decode leg without a hand-off."""
+        found = await self._bounded(self._consumer, lambda: self._decode(None, None))
+        return found if isinstance(found, Probe) else _PASSED
 
     async def _prefill(self, meeting: Rendezvous | None) -> Handoff | None:
         return await self._calls.prefill(self._producer, self._request, self._rid, meeting)

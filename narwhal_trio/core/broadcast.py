@@ -62,7 +62,7 @@ class Broadcast:
             finally:
                 self._subscriptions.discard(subscription)
 
-    def publish(self, event: str, **fields: Any) -> None:
+    def publish(self, event: str, /, **fields: Any) -> None:
         if self._subscriptions:
             document = {"event": event, "at": trio.current_time(), **fields}
             for subscription in self._subscriptions:

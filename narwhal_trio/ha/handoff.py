@@ -47,6 +47,7 @@ class _Record(msgspec.Struct):
 
 class _Lifecycle(msgspec.Struct):
     wave_id: str | None = None
+    restart_reason: str = ""
     records: list[_Record] = []
     events: list[dict[str, Any]] = []
 

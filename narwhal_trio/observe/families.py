@@ -159,6 +159,7 @@ _ENGINES: Final = (
     _counter("health_windows_undersampled", "Health windows with too few samples.", "iid"),
     _counter("health_prefill_pauses", "Times that judging an engine was paused by prefill work.", "iid"),
     _gauge("health_prefill_paused", "1 while judging an engine is paused by prefill work.", "iid"),
+    _gauge("health_drift_score", "Measured over profiled token interval of the last scored window.", "iid"),
     _gauge("ejected_instances", "Engines out of placement for ill health."),
     _gauge("ejected", "1 for an ejected engine.", "iid"),
     _gauge("engine_quarantined", "1 for an engine in quarantine.", "iid"),

@@ -168,7 +168,7 @@ class Journal:
         self._terminal_rows += 1
         self._put(record)
 
-    def event(self, kind: str, at: float, **fields: Any) -> None:
+    def event(self, kind: str, at: float, /, **fields: Any) -> None:
         """Queue a row about a change of state. `at`: the instant, on the clock of `Record.arrived`."""
         if not _RESERVED.isdisjoint(fields):
             msg = f"an event row can't set {', '.join(sorted(_RESERVED & fields.keys()))}"

@@ -48,7 +48,10 @@ def ready_document(core: RouterCore) -> dict[str, Any]:
     what was configured."""
     now, readiness = trio.current_time(), core.readiness
     unprofiled = core.admission_mode != core.config.serving.admission
-    reason = readiness.reason(now, missing=core.missing_engines())
+    missing = core.missing_engines()
+    reason = readiness.reason(now, missing=missing)
+    if missing and reason == missing and (why := core.health.why_missing()):
+        reason = f"{missing} ({why})"
     return {
         "status": "not_ready" if reason else "ready",
         "control_ready": readiness.control_ready(now),

@@ -68,29 +68,36 @@ class State(enum.Enum):
 
 
 class Signal(enum.Enum):
-    """What moves an engine from state to state: streaks of failed legs, verdicts of probes, drift, what operators do."""
+    """What moves an engine from state to state: streaks of failed legs, verdicts of probes, drift, what operators do.
+
+    NOT_ALIVE: it refuses, or says that it is ill. SILENT: it does not answer, which a busy engine may not do either. ROLE_UNKNOWN: a role
+    switch failed half-way.
+    """
 
     UNREACHABLE = "unreachable"
     SLOW = "slow"
     WRONG = "wrong"
     NOT_ALIVE = "not_alive"
+    SILENT = "silent"
     HEALTHY = "healthy"
     ILL = "ill"
     VERIFIED = "verified"
     REFUTED = "refuted"
     DRIFTED = "drifted"
+    ROLE_UNKNOWN = "role_unknown"
     DRAINED = "drained"
     READMITTED = "readmitted"
 
 
 @attrs.frozen
 class Step:
-    """to: the next state. cause: of an ejection, or of the end of a hold. covered_only: as long as nobody else could do the engine's work,
-    it serves on instead."""
+    """to: the next state. cause: of an ejection, or of the end of a hold. covered_only: not while nobody else could do the engine's work;
+    otherwise: where it goes then, None if it stays as it is."""
 
     to: State
     cause: str = ""
     covered_only: bool = False
+    otherwise: State | None = None
 
 
 _C, _E = FailureClass, Evidence
@@ -121,6 +128,8 @@ ON_STREAK: Final[Mapping[FailureClass, Signal]] = MappingProxyType(
 
 _UNREACHABLE: Final = Step(State.EJECTED, "connection")
 _NOT_ALIVE: Final = Step(State.EJECTED, "liveness")
+_SILENT: Final = Step(State.EJECTED, "liveness", covered_only=True)
+_ROLE_UNKNOWN: Final = Step(State.EJECTED, "role_switch")
 _DRIFTED: Final = Step(State.EJECTED, "drift", covered_only=True)
 
 TABLE: Final[Mapping[State, Mapping[Signal, Step]]] = MappingProxyType(
@@ -130,22 +139,28 @@ TABLE: Final[Mapping[State, Mapping[Signal, Step]]] = MappingProxyType(
             Signal.SLOW: Step(State.ASKED),
             Signal.WRONG: Step(State.SUSPECT),
             Signal.NOT_ALIVE: _NOT_ALIVE,
+            Signal.SILENT: _SILENT,
+            Signal.ROLE_UNKNOWN: _ROLE_UNKNOWN,
             Signal.DRIFTED: _DRIFTED,
         },
         State.ASKED: {
             Signal.UNREACHABLE: _UNREACHABLE,
             Signal.WRONG: Step(State.SUSPECT),
             Signal.NOT_ALIVE: _NOT_ALIVE,
+            Signal.SILENT: _SILENT,
+            Signal.ROLE_UNKNOWN: _ROLE_UNKNOWN,
             Signal.DRIFTED: _DRIFTED,
             Signal.HEALTHY: Step(State.SERVING, "health"),
-            Signal.ILL: Step(State.EJECTED, "health_probe", covered_only=True),
+            Signal.ILL: Step(State.EJECTED, "health_probe", covered_only=True, otherwise=State.SERVING),
             Signal.DRAINED: Step(State.SERVING, "drained"),
         },
         State.SUSPECT: {
             Signal.UNREACHABLE: _UNREACHABLE,
             Signal.NOT_ALIVE: _NOT_ALIVE,
+            Signal.SILENT: _SILENT,
+            Signal.ROLE_UNKNOWN: _ROLE_UNKNOWN,
             Signal.VERIFIED: Step(State.SERVING, "verification"),
-            Signal.REFUTED: Step(State.EJECTED, "inference_probe", covered_only=True),
+            Signal.REFUTED: Step(State.EJECTED, "inference_probe", covered_only=True, otherwise=State.SERVING),
             Signal.DRAINED: Step(State.SERVING, "drained"),
         },
         State.EJECTED: {Signal.READMITTED: Step(State.SERVING, "lifecycle")},
@@ -158,7 +173,7 @@ def step(state: State, signal: Signal, *, covered: bool) -> Step | None:
     """The row that applies, None if the signal changes nothing. covered: another engine can do this one's work."""
     found = TABLE[state].get(signal)
     if found is not None and found.covered_only and not covered:
-        return None if state is State.SERVING else Step(State.SERVING, "uncovered")
+        return None if found.otherwise is None else Step(found.otherwise, "uncovered")
     return found
 
 

@@ -27,6 +27,8 @@ __all__ = ["EngineHealth", "FleetHealth", "HealthSettings"]
 
 PATHS: Final = 3
 """Partners of failed legs that are remembered per suspect."""
+RELAPSE_S: Final = 60.0
+"""An engine that is ejected again within this time of its return waits longer for the next one."""
 KINDS: Final = {Hold.QUARANTINED: "timed", Hold.SUSPECT: "inference"}
 """The `kind` of a hold in journal, metrics and state."""
 
@@ -44,7 +46,8 @@ class HealthSettings:
 @attrs.define(eq=False)
 class EngineHealth:
     """One engine. since: of the state. cause, detail: of an ejection, or of the last failure. paths: the other engines of failed legs, None
-    for a leg without one; oldest first. held: holds in force with their begin. quarantined_until: in the past if there is none."""
+    for a leg without one; oldest first. held: holds in force with their begin. quarantined_until: in the past if there is none.
+    relapses: ejections in a row that each came soon after the engine's return."""
 
     engine: Engine
     state: State = State.SERVING
@@ -55,6 +58,8 @@ class EngineHealth:
     paths: dict[EngineId, None] = attrs.Factory(dict)
     held: dict[Hold, float] = attrs.Factory(dict)
     quarantined_until: float = -math.inf
+    returned_at: float = -math.inf
+    relapses: int = 0
 
 
 class FleetHealth:
@@ -87,9 +92,16 @@ class FleetHealth:
     # -- evidence
 
     def failed(
-        self, engine_id: EngineId, kind: FailureClass, now: float, *, partner: EngineId | None = None, detail: str = ""
+        self,
+        engine_id: EngineId,
+        kind: FailureClass,
+        now: float,
+        *,
+        partner: EngineId | None = None,
+        detail: str = "",
+        signal: Signal | None = None,
     ) -> None:
-        """One more failure in a row. partner: the engine of the same request's other leg."""
+        """One more failure in a row. partner: the engine of the same request's other leg. signal: in place of the class's own."""
         health = self.engines[engine_id]
         if Hold.DRAINING in health.engine.holds:
             return  # it may be stopped any moment, which is nobody's fault
@@ -97,12 +109,9 @@ class FleetHealth:
         if health.state is State.EJECTED:
             return
         health.detail = detail
-        signal = ON_STREAK[kind]
+        signal = signal or ON_STREAK[kind]
         if partner is not None and signal is Signal.WRONG:
-            health.paths.pop(partner, None)
-            health.paths[partner] = None
-            if len(health.paths) > PATHS:
-                del health.paths[next(iter(health.paths))]
+            self._record(health, partner)
         if kind is FailureClass.LIVENESS:
             limit = self._settings.liveness_misses
         else:
@@ -114,6 +123,20 @@ class FleetHealth:
             detail = f"{count} {kind.value} failures in a row (limit {limit}), the last: {detail}"
             self.signal(engine_id, signal, now, detail=detail)
         self._settle_holds(now)
+
+    def accuse(self, engine_id: EngineId, partner: EngineId, now: float, *, detail: str) -> None:
+        """Another engine has verified itself and blames this one: it is to be verified, too."""
+        health = self.engines[engine_id]
+        if Hold.DRAINING not in health.engine.holds:
+            self._record(health, partner)
+            self.signal(engine_id, Signal.WRONG, now, detail=detail)
+
+    @staticmethod
+    def _record(health: EngineHealth, partner: EngineId) -> None:
+        health.paths.pop(partner, None)
+        health.paths[partner] = None
+        if len(health.paths) > PATHS:
+            del health.paths[next(iter(health.paths))]
 
     def passed(self, engine_id: EngineId, evidence: Evidence) -> None:
         """A sign of health. Called for every leg: costs next to nothing while the engine is healthy."""
@@ -136,6 +159,7 @@ class FleetHealth:
             health.streaks.clear()
             health.paths.clear()
             self._fleet.lift(engine_id, Hold.EJECTED)
+            health.returned_at = now
             self._count_readmission(health)
         elif found.to is State.SUSPECT:
             self._tentative.add(engine_id)
@@ -152,6 +176,7 @@ class FleetHealth:
     def _eject(self, health: EngineHealth, detail: str, now: float) -> None:
         engine_id = health.engine.id
         health.detail = detail
+        health.relapses = health.relapses + 1 if now - health.returned_at < RELAPSE_S else 0
         self.ejections[engine_id, health.cause] += 1
         self._on_event("engine_ejected", engine_id, {"cause": health.cause, "detail": detail})
         self._fleet.hold(engine_id, Hold.EJECTED)  # before other holds end, or whoever waits would be placed there
@@ -248,7 +273,3 @@ class FleetHealth:
             self._count_readmission(health)
         self.passed(engine_id, Evidence.VERIFICATION)
         self.passed(engine_id, Evidence.HEALTH)
-
-    def wanting(self, state: State) -> list[EngineId]:
-        """Engines in this state."""
-        return [health.engine.id for health in self.engines.values() if health.state is state]

@@ -54,7 +54,8 @@ INTERRUPTED: Final = "the readmission checks were interrupted"
 class Lifecycle:
     """The records of one fleet. Holds engines in `fleet`, and the whole router through `readiness` during a whole-wave action.
 
-    on_event: called with each event's fields, `action` first among them. other_roles: as in placement.
+    on_event: called with each event's fields, `action` first among them. other_roles: as in placement. whole_wave: engines may be restarted
+    all together only (`recovery.engine_restart_policy`), so none is drained alone and one that is lost takes the fleet with it.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Lifecycle:
         on_event: Callable[[Mapping[str, Any]], None] = lambda _event: None,
         *,
         other_roles: bool = False,
+        whole_wave: bool = False,
     ) -> None:
         self.records: dict[EngineId, Record] = {}
         self.wave_id: str | None = None
@@ -72,6 +74,9 @@ class Lifecycle:
         self._readiness = readiness
         self._on_event = on_event
         self._other_roles = other_roles
+        self._whole_wave = whole_wave
+        self.restart_reason = ""
+        """Why the whole fleet has to be restarted; "" if it has not."""
         self._wave_announced = False
 
     def state(self, engine_id: EngineId) -> EngineState:
@@ -102,7 +107,7 @@ class Lifecycle:
             self.wave_id = wave_id
             self._wave_announced = False
             # Before the engines are held: who waits must read that the fleet is in maintenance, not that it has no engines.
-            self._readiness.update(maintenance=f"whole-wave drain {wave_id}")
+            self._readiness.update(maintenance=self._wave_text())
             self._note(wall, "wave_started", wave_id=wave_id)
         for iid in chosen:
             self._note(wall, "drain_started", iid=iid, deadline_s=order.deadline_s, force=order.force)
@@ -122,7 +127,31 @@ class Lifecycle:
             raise LifecycleRefused(f"a whole-wave {what} must name the complete engine set, or none")
         return every
 
+    def require_restart(self, reason: str, *, now: float, wall: float, wave_id: str) -> None:
+        """The fleet has lost an engine that it may not replace alone: hold all of it until the whole wave has been readmitted.
+
+        Does nothing under the individual policy. A wave that is already under way learns the reason.
+        """
+        if not self._whole_wave or self.restart_reason:
+            return
+        self.restart_reason = reason
+        self._note(wall, "restart_required", reason=reason, wave_id=self.wave_id or wave_id)
+        if self.wave_id is None:
+            for iid in [iid for iid, record in self.records.items() if record.state is EngineState.VALIDATING]:
+                del self.records[iid]  # its checks find that they are not current, and change nothing
+            self.drain(DrainOrder(wave=True), now=now, wall=wall, wave_id=wave_id)
+        self._readiness.update(maintenance=self._wave_text())
+
+    def _wave_text(self) -> str:
+        if self.wave_id is None:
+            return ""
+        if self.restart_reason:
+            return f"whole-wave restart required: {self.restart_reason}"
+        return f"whole-wave drain {self.wave_id}"
+
     def _check_single(self, iid: EngineId, order: DrainOrder) -> None:
+        if self._whole_wave:
+            raise LifecycleRefused("recovery.engine_restart_policy is whole_wave: drain the whole fleet, with wave set")
         record = self.records.get(iid)
         if record is not None:
             working = record.state in (EngineState.DRAINING, EngineState.DEADLINE_EXCEEDED)
@@ -235,7 +264,7 @@ class Lifecycle:
             self._note(wall, "readmitted", iid=iid)
         if validation.wave:
             self._note(wall, "wave_readmitted", wave_id=self.wave_id)
-            self.wave_id = None
+            self.wave_id, self.restart_reason = None, ""
             self._readiness.update(maintenance="")
         self._fleet.changed()
         return ""
@@ -265,9 +294,13 @@ class Lifecycle:
         """What the next router needs to know."""
         return {
             "wave_id": self.wave_id,
-            "records": [record.durable() for record in self.records.values()],
+            "restart_reason": self.restart_reason,
+            "records": [self._durable(record) for record in self.records.values()],
             "events": list(self.events),
         }
+
+    def _durable(self, record: Record) -> dict[str, Any]:
+        return {**record.durable(), "restart_required": bool(self.restart_reason)}
 
     def restore(self, durable: Mapping[str, Any], *, now: float, wall: float) -> None:
         """Take over another router's records; engines that this fleet doesn't have are left out. Replaces what was here.
@@ -291,8 +324,9 @@ class Lifecycle:
             self.records[iid] = record
         self.events = deque(durable["events"], maxlen=EVENTS_KEPT)
         self.wave_id = durable["wave_id"]
+        self.restart_reason = durable.get("restart_reason", "") if self.wave_id else ""
         self._wave_announced = False
-        self._readiness.update(maintenance=f"whole-wave drain {self.wave_id}" if self.wave_id else "")
+        self._readiness.update(maintenance=self._wave_text())
         if self.wave_id is not None:
             for iid in self._fleet.engines:  # one that only this fleet has joins the wave, which returns as one
                 self.records.setdefault(iid, Record(iid, wall, wall, now, wave_id=self.wave_id))

@@ -105,7 +105,6 @@ class Record:
             "requested_at": self.requested_at,
             "deadline_at": self.deadline_at,
             "force": self.force,
-            "restart_required": False,
             "wave_id": self.wave_id,
             "old_process_start": None,
             "new_process_start": None,

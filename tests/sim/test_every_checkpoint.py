@@ -30,7 +30,9 @@ def _close(f: Fleet, client: SimClient) -> None:
 
 
 def _reset(f: Fleet, client: SimClient) -> None:
-    f.world.network.open_connections()[0].reset()
+    for connection in f.world.network.open_connections():
+        if connection.endpoint.host == "router":
+            connection.reset()
 
 
 def _delete(f: Fleet, client: SimClient) -> None:

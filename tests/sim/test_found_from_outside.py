@@ -71,7 +71,7 @@ def test_running_out_of_descriptors_is_said_and_blames_no_engine() -> None:
             await trio.sleep(60)  # several health checks, of which none can be made
             for name in ("p0", "d0"):
                 assert liveness.misses(EngineId(name)) == 0
-                assert liveness.probed[name, "health", "inconclusive"] >= 5
+                assert f.router.control.health.probed[name, "health", "inconclusive"] >= 5
                 assert (await f.router.control.probes.model(EngineId(name))).result is ProbeResult.INCONCLUSIVE
             check = await f.router.control.probes.handoff(EngineId("p0"), EngineId("d0"))
             assert check.result is ProbeResult.INCONCLUSIVE

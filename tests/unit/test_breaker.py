@@ -78,7 +78,7 @@ def test_an_engine_that_nobody_can_stand_in_for_is_ejected_only_when_it_cannot_b
 ) -> None:
     found = step(state, signal, covered=False)
     if found is not None and found.to is State.EJECTED:
-        assert found.cause in {"connection", "liveness"}
+        assert found.cause in {"connection", "liveness", "role_switch"}
     covered = step(state, signal, covered=True)
     if covered is not None and covered.to is State.EJECTED:
         assert covered.cause

@@ -30,16 +30,19 @@ BAD = [Check("health", True), Check("model", False, "it serves x")]
 
 
 class Setup:
-    def __init__(self, *, prefill: int = 2, decode: int = 2) -> None:
+    def __init__(self, *, prefill: int = 2, decode: int = 2, whole_wave: bool = False) -> None:
         names = [(f"p{n}", Role.PREFILL) for n in range(prefill)] + [(f"d{n}", Role.DECODE) for n in range(decode)]
         self.fleet = Fleet(Engine(EngineId(name), role) for name, role in names)
         self.readiness = Readiness()
         self.events: list[Any] = []
-        self.machine = Lifecycle(self.fleet, self.readiness, self.events.append)
+        self.machine = Lifecycle(self.fleet, self.readiness, self.events.append, whole_wave=whole_wave)
         self.busy: dict[EngineId, Residents] = {}
 
     def drain(self, *engines: str, now: float = 0.0, **order: Any) -> tuple[EngineId, ...]:
         return self.machine.drain(DrainOrder(engines, **order), now=now, wall=WALL + now, wave_id="wave-000000000001")
+
+    def lose(self, reason: str) -> None:
+        self.machine.require_restart(reason, now=1.0, wall=WALL + 1.0, wave_id="wave-000000000002")
 
     def refresh(self, now: float = 0.0) -> list[EngineId]:
         return self.machine.refresh(lambda iid: self.busy.get(iid, Residents()), now=now, wall=WALL + now)
@@ -387,3 +390,49 @@ def test_states_have_the_names_that_operators_know() -> None:
         "blocked",
         "validating",
     ]
+
+
+# -- engines that restart together only
+
+
+def test_under_the_individual_policy_a_loss_is_nobody_elses_business() -> None:
+    s = Setup()
+    before = s.picture()
+    s.lose("d1 ejected: connection")
+    assert s.picture() == before
+
+
+def test_a_loss_holds_the_fleet_until_the_whole_wave_returns() -> None:
+    s = Setup(whole_wave=True)
+    with pytest.raises(LifecycleRefused, match="whole_wave"):
+        s.drain("d1")
+    s.lose("d1 ejected: connection")
+    assert s.held() == ["p0", "p1", "d0", "d1"]
+    assert s.readiness.maintenance == "whole-wave restart required: d1 ejected: connection"
+    before = s.picture()
+    s.lose("d0 ejected: connection")
+    assert s.picture() == before, "the first reason stands"
+    # Another process learns it, too.
+    other = Setup(whole_wave=True)
+    other.machine.restore(s.machine.durable(), now=0.0, wall=WALL)
+    assert other.readiness.maintenance == s.readiness.maintenance
+    assert other.machine.durable() == s.machine.durable()
+    s.refresh()
+    validation = s.machine.begin_validation(ReadmitOrder(wave=True), wall=WALL)
+    assert s.machine.finish(validation, dict.fromkeys(validation.engines, OK), wall=WALL) == ""
+    assert (s.readiness.maintenance, s.held(), s.machine.restart_reason) == ("", [], "")
+
+
+def test_a_loss_in_the_middle_of_a_wave_or_of_a_check_is_told_and_the_check_is_void() -> None:
+    s = Setup(whole_wave=True)
+    s.drain(wave=True)
+    s.lose("d1 ejected: liveness")
+    assert s.machine.wave_id == "wave-000000000001"
+    assert s.readiness.maintenance == "whole-wave restart required: d1 ejected: liveness"
+    s = Setup(whole_wave=True)
+    s.fleet.hold(D1, Hold.EJECTED)
+    validation = s.machine.begin_validation(ReadmitOrder((D1,)), wall=WALL)
+    s.lose("d0 ejected: liveness")
+    assert not s.machine.current(validation)
+    s.machine.abandon(validation)
+    assert s.held() == ["p0", "p1", "d0", "d1"]

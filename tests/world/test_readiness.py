@@ -81,7 +81,8 @@ def test_no_engine_at_all_and_its_end() -> None:
             await trio.sleep(1)
             answer, reason, status = await told(s)
             assert answer[:4] == (503, "backend_unavailable", "backend_unavailable", "1")
-            assert (reason, status) == ("no available engines", "degraded")
+            why = "no available engines (p0 ejected: liveness, d0 ejected: liveness)"
+            assert (reason, status) == (why, "degraded")
             assert (await s.get("a", "/health")).json()["available_instances"] == 0
             await s.restart_engine("p0")
             await s.restart_engine("d0")
@@ -93,7 +94,7 @@ def test_no_engine_at_all_and_its_end() -> None:
             assert sorted(row["iid"] for row in rows(a, "engine_readmitted")) == ["d0", "p0"]
             text = (await s.get("a", "/metrics")).body.decode()
             assert 'narwhal_engine_ejections_total{cause="liveness",iid="p0"} 1.0' in text
-            assert 'narwhal_engine_readmissions_total{evidence="health",iid="d0"} 1.0' in text
+            assert 'narwhal_engine_readmissions_total{evidence="verification",iid="d0"} 1.0' in text
 
     run_world(main, 1)
 
