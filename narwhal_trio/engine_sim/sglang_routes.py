@@ -46,6 +46,7 @@ class SglangRoutes(Routes):
             "/get_model_info": ("GET", self._model_info),
             "/health_generate": ("GET", self._health),
             "/flush_cache": ("POST", self._reset_prefix_cache),
+            "/pd_role_switch": ("POST", self._role_switch),
         }
 
     def error_body(self, error: ApiError) -> dict[str, Any]:
@@ -94,6 +95,20 @@ class SglangRoutes(Routes):
         tokens = body.get("tokens")
         ids = [t for t in tokens if isinstance(t, int)] if isinstance(tokens, list) else []
         await reply.respond(200, {"text": _TOKENIZER.decode(ids)})
+
+    async def _role_switch(self, request: Request, reply: Reply) -> None:
+        """Change between prefill and decode. Only an idle engine can, and its KV memory starts anew. No capture shows this route: it
+        follows what the reference says of it."""
+        role = self.plain_object(request).get("new_role")
+        if role not in ("prefill", "decode"):
+            raise ApiError(400, f"new_role must be 'prefill' or 'decode', got {role!r}", "Bad Request")
+        if not self.engine.config.role:
+            raise ApiError(400, "Role switch needs an engine in disaggregation mode", "Bad Request")
+        if self.engine.model.running or self.engine.model.waiting:
+            raise ApiError(400, "Role switch needs an idle engine", "Bad Request")
+        self.engine.model.blocks.clear_cache()
+        self.engine.config = attrs.evolve(self.engine.config, role=role)
+        await reply.respond(200, {"success": True, "disaggregation_mode": role})
 
     async def _server_info(self, _request: Request, reply: Reply) -> None:
         config = self.engine.config

@@ -70,6 +70,8 @@ class RoleController:
         self.evidence: Evidence | None = None
         """As of the last evaluation that got so far."""
         self._due_at = started_at + reactive.step_s
+        self._priced: dict[tuple[float, int, int], Work] = {}
+        """Of the evaluation that is going on: the same few demands are priced by the same few profiles again and again."""
         self._panic_passes = 0
         self._late_first_tokens = 0
 
@@ -151,6 +153,7 @@ class RoleController:
         self, view: FleetView, now: float, signal: Signal | None = None, *, recovers: bool = False
     ) -> Decision:
         reactive = self.config.reactive
+        self._priced.clear()
         if not view.whole:
             return self._held(view, "fleet health is changing", now)
         offered = self.demand.over(reactive.window_s, now)
@@ -221,11 +224,15 @@ class RoleController:
         decode = split.decode_profile or split.prefill_profile
         if prefill is None or decode is None:
             return Work(0.0, None)
-        offered = self.demand.over(span_s, now)
-        return Work(
-            offered.prefill_engines(prefill),
-            offered.decode_engines(decode, self.targets.tpot_s, view.correction, self._outputs.expected),
-        )
+        key = (span_s, id(prefill), id(decode))  # the view keeps both alive
+        found = self._priced.get(key)
+        if found is None:
+            offered = self.demand.over(span_s, now)
+            found = self._priced[key] = Work(
+                offered.prefill_engines(prefill),
+                offered.decode_engines(decode, self.targets.tpot_s, view.correction, self._outputs.expected),
+            )
+        return found
 
     def _score(self, split: Split, view: FleetView, work: Work) -> Score:
         return score(split, view, work, self.targets, utilization=self.config.reactive.utilization)
