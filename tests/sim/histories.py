@@ -1,7 +1,7 @@
 """Random histories of a whole fleet: clients of every temper, engines that fail, die and return, and the laws after every step.
 
 As a program: `python -m tests.sim.histories --requests 100000` runs seed after seed until so many requests have ended, and prints which
-endings it saw. A failing seed is printed with how to replay it.
+endings it saw and which it did not. A failing seed is printed with how to replay it.
 """
 
 from __future__ import annotations
@@ -11,21 +11,27 @@ import logging
 import random
 import time
 from collections import Counter
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import h11
 import structlog
 import trio
 
+from narwhal_trio.api import RequestFailed
 from narwhal_trio.engine_sim import MISSING, Fault, TimeModel, overloaded
+from narwhal_trio.outcomes import Condition
 from narwhal_trio.router.gauges import at_rest_gauges
 from narwhal_trio.testing import Link, World, run_world
+from tests.contract.test_section_o_admission import profiles
 from tests.sim.fleet import CHAT, COMPLETIONS, Fleet, chat, fleet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["history", "run_history"]
+__all__ = ["history", "run_history", "unseen"]
 
 FAST = TimeModel().scaled(0.05)
 GONE = (trio.BrokenResourceError, trio.ClosedResourceError, h11.RemoteProtocolError, h11.LocalProtocolError)
@@ -46,25 +52,62 @@ FAULTS: list[Callable[[random.Random], Fault]] = [
     lambda rng: Fault(gzip=True),
 ]
 
+LONG = {"max_tokens": 80, "stream": True, "ignore_eos": True}
+
 BODIES: list[Callable[[random.Random], tuple[str, Any]]] = [
     lambda rng: (CHAT, chat(f"q{rng.random()}", max_tokens=rng.randint(1, 20), stream=True)),
     lambda rng: (CHAT, chat(f"q{rng.random()}", max_tokens=rng.randint(1, 20))),
     lambda rng: (COMPLETIONS, {"prompt": "x " * rng.randint(1, 200), "max_tokens": rng.randint(1, 20)}),
-    lambda rng: (COMPLETIONS, {"prompt": [1, 2, 3], "max_tokens": 400, "stream": True, "ignore_eos": True}),
-    lambda rng: (
-        COMPLETIONS,
-        rng.choice([{}, [], {"prompt": 1}, {"prompt": "x", "model": "other"}, {"prompt": "x", "n": 2}]),
-    ),
+    lambda rng: (COMPLETIONS, {"prompt": [1, 2, 3], **LONG}),
+    lambda rng: (COMPLETIONS, {"prompt": [1, 2, 3], **LONG, "stream": False}),
+    lambda rng: (COMPLETIONS, rng.choice(BAD)),
+    lambda rng: (COMPLETIONS, {"prompt": list(range(1, rng.choice([20, 90, 300]))), "max_tokens": 2}),
 ]
+
+BAD: list[Any] = [
+    {},
+    [],
+    {"prompt": 1},
+    {"prompt": "x", "model": "other"},
+    {"prompt": "x", "n": 2},
+    {"prompt": ["a", "b"]},
+    {"prompt": "x", "audio": {"voice": "a"}},
+    {"prompt": "x" * 9000},
+]
+
+KEYS = {"alice": "a-key", "bob": "b-key"}
+UNREACHED = {Condition.INTERNAL}
+"""A fault of ours would be a finding."""
+
+
+def _headers(rng: random.Random) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    if rng.random() < 0.3:
+        headers["x-request-timeout"] = rng.choice(["0", "0.05", "0.5", f"{rng.uniform(0, 3):.4f}"])
+    if rng.random() < 0.95:
+        headers["authorization"] = f"Bearer {rng.choice(list(KEYS.values()))}"
+    if rng.random() < 0.04:
+        headers |= rng.choice([{"content-encoding": "br"}, {"x-request-timeout": "soon"}])
+    return headers
+
+
+async def _host(f: Fleet, rng: random.Random) -> None:
+    """One request by a program that has the router inside, and may cancel itself."""
+    with trio.move_on_after(rng.choice([60.0, rng.uniform(0, 1)])):
+        try:
+            await f.router.complete("completions", {"prompt": "x", "max_tokens": rng.randint(1, 50)})
+        except RequestFailed:
+            pass
 
 
 async def _client(f: Fleet, rng: random.Random) -> None:
     """One request by a client of random temper."""
+    if rng.random() < 0.03:
+        await _host(f, rng)
+        return
     client = await f.client()
     path, body = rng.choice(BODIES)(rng)
-    headers: dict[str, str] = {}
-    if rng.random() < 0.3:
-        headers["x-request-timeout"] = rng.choice(["0", "0.05", "0.5", f"{rng.uniform(0, 3):.4f}"])
+    headers = _headers(rng)
     patience = rng.uniform(0, 2) if rng.random() < 0.4 else 60.0
     with trio.move_on_after(patience):
         try:
@@ -93,22 +136,33 @@ async def _client(f: Fleet, rng: random.Random) -> None:
 
 
 async def _weather(f: Fleet, rng: random.Random, nursery: trio.Nursery) -> None:
-    """Faults come and go; now and then an engine dies and returns, a running request is deleted, or time passes."""
+    """Faults come and go; now and then an engine dies and returns, a running request is deleted, or the router is not ready for a while."""
+    core = f.router.core
     while True:
         await trio.sleep(rng.uniform(0.05, 0.6))
         engine = f.engines[rng.choice(list(f.engines))]
         event = rng.random()
-        if event < 0.6:
+        if event < 0.5:
             engine.faults.add(rng.choice(FAULTS)(rng), path=rng.choice([CHAT, COMPLETIONS]), times=rng.randint(1, 3))
-        elif event < 0.75:
+        elif event < 0.62:
             engine.faults.clear()
-        elif event < 0.85 and engine.condition == "up":
+        elif event < 0.72 and engine.condition == "up":
             engine.kill()
             await trio.sleep(rng.uniform(0, 0.5))
             engine.restart()
             await nursery.start(engine.serve, f.world.network.listen(engine.config.name, 8000))
-        elif f.router.core.running:
-            f.router.cancel(rng.choice(list(f.router.core.running)))
+        elif event < 0.8 and core.running:
+            f.router.cancel(rng.choice(list(core.running)))
+        elif event < 0.95:
+            state: dict[str, Any] = {rng.choice(["standby", "fenced", "maintenance", "degraded"]): "weather"}
+            core.readiness.update(**state)
+            await trio.sleep(rng.uniform(0, 0.3))
+            lifted: dict[str, Any] = dict.fromkeys(state, "")
+            core.readiness.update(**lifted)
+        else:
+            usual, core.saturation = core.saturation, lambda: "router saturated: weather"
+            await trio.sleep(rng.uniform(0, 0.3))
+            core.saturation = usual
 
 
 async def _laws(f: Fleet) -> None:
@@ -123,13 +177,30 @@ async def _laws(f: Fleet) -> None:
         assert core.inflight <= core.retained
 
 
-async def history(world: World, requests: int) -> Counter[str]:
+def _files(rng: random.Random, folder: Path, iids: list[str]) -> dict[str, dict[str, Any]]:
+    """Sections about files: measured profiles, and the keys of clients if this router asks for them."""
+    found: dict[str, dict[str, Any]] = {"profiles": {"path": ""}}
+    if rng.random() < 0.5:
+        found["profiles"] = profiles(folder, *iids, decode_max_requests=rng.choice([2, 1000]))
+    if rng.random() < 0.3:
+        path = folder / "keys"
+        path.write_text("".join(f"{name} sha256:{sha256(key.encode()).hexdigest()}\n" for name, key in KEYS.items()))
+        found["auth"] = {"mode": "api_keys", "keys_file": str(path)}
+    return found
+
+
+async def history(world: World, requests: int, folder: Path) -> Counter[str]:
     """One fleet's life; returns how often each condition ended a request."""
     rng = world.rng
     limits = {
+        "admission": rng.choice(["open", "open", "predictive"]),
+        "max_request_bytes": 8192,
+        "max_response_bytes": rng.choice([1 << 24] * 4 + [3000]),
+        "retention_limit": rng.choice([0] * 5 + [6]),
+        "handoff_timeout_s": rng.choice([0.0, 0.05]),
         "max_connections": rng.randint(1, 12),
         "queue_capacity": rng.choice([0, 4, 20]),
-        "queue_timeout_s": 1.0,
+        "queue_timeout_s": rng.choice([0.3, 1.0]),
         "prefill_concurrency": rng.choice([0, 1, 3]),
         "decode_concurrency": rng.choice([0, 1, 3]),
         "prefill_timeout_s": 1.5,
@@ -138,17 +209,23 @@ async def history(world: World, requests: int) -> Counter[str]:
         "fair_queue": rng.random() < 0.3,
     }
     engine = {"first_token_timeout_s": 1.5, "decode_read_timeout_s": 1.0, "kv_lease_s": 10.0, "connect_timeout_s": 1.0}
-    sections = {
+    sections: dict[str, dict[str, Any]] = {
         "serving": limits,
         "engine": engine,
         "server": {"write_timeout_s": 1.0},
-        "controller": {"monitor_interval_s": 5.0},
+        "controller": {"monitor_interval_s": rng.choice([0.2, 5.0])},
+        "recovery": {"state_path": "", "liveness_every": 1, "liveness_misses": 1, "readmit_every": 2},
     }
-    async with fleet(world, rng.randint(1, 3), rng.randint(1, 3), time=FAST, sim={"lease_s": 10.0}, **sections) as f:
+    prefill, decode = rng.randint(1, 3), rng.randint(1, 3)
+    sections |= _files(rng, folder, [f"p{n}" for n in range(prefill)] + [f"d{n}" for n in range(decode)])
+    leaves_at = rng.choice([None, None, None, rng.uniform(0.7, 1)])
+    async with fleet(world, prefill, decode, time=FAST, sim={"lease_s": 10.0}, **sections) as f:
         numbers = iter(range(requests))
 
         async def clients() -> None:
-            for _ in numbers:
+            for number in numbers:
+                if leaves_at is not None and number == int(leaves_at * requests):
+                    await f.router.drain(rng.choice([0.0, 0.3]))
                 await _client(f, rng)
 
         async with trio.open_nursery() as engines:
@@ -167,6 +244,11 @@ async def history(world: World, requests: int) -> Counter[str]:
         return Counter(row["condition"] for row in f.rows)
 
 
+def unseen(total: Counter[str]) -> list[str]:
+    """Endings that a history can bring about and these did not."""
+    return sorted({condition.value for condition in Condition if condition not in UNREACHED} - set(total))
+
+
 def run_history(seed: int, requests: int = 80) -> Counter[str]:
     """One history by its seed."""
     rng = random.Random(seed)
@@ -174,10 +256,12 @@ def run_history(seed: int, requests: int = 80) -> Counter[str]:
         latency_s=rng.choice([0.0, 0.0002, 0.002]), capacity=rng.choice([512, 4096, 65536]), chop=rng.random() < 0.5
     )
 
-    async def main(world: World) -> Counter[str]:
-        return await history(world, requests)
+    with TemporaryDirectory(prefix="narwhal-trio-") as folder:
 
-    return run_world(main, seed, link=link, limit_s=2000.0)
+        async def main(world: World) -> Counter[str]:
+            return await history(world, requests, Path(folder))
+
+        return run_world(main, seed, link=link, limit_s=2000.0)
 
 
 def _program() -> None:
@@ -201,6 +285,7 @@ def _program() -> None:
     print(f"{total.total()} requests in {seed - args.seed} histories, {time.monotonic() - started:.0f} s; endings:")
     for condition, count in total.most_common():
         print(f"  {condition:24} {count}")
+    print(f"endings that were not seen: {', '.join(unseen(total)) or 'none'}")
 
 
 if __name__ == "__main__":
