@@ -1,19 +1,19 @@
 """A queue that shares grants between clients: FIFO within one client, weighted turns between clients.
 
 Start-time fair queueing: each grant moves its client's virtual time on by 1 / weight, and the client that is furthest behind is next. A
-client that comes back after a pause starts at the present, so that nobody saves up turns.
+client that comes back after a pause starts at the present, so that nobody saves up turns. In a full queue the latest waiter of the client
+that has most of it (by its weight) gives way to one that would still have less: a flood fills its own share and turns nobody else away.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import attrs
+import outcome
+import trio
 
-from narwhal_trio.core.fifo import FifoQueue
-
-if TYPE_CHECKING:
-    import trio
+from narwhal_trio.core.fifo import FifoQueue, QueueFull
 
 __all__ = ["FairQueue"]
 
@@ -55,6 +55,19 @@ class FairQueue(FifoQueue[T]):
         self._virtual = max(self._virtual, line.at)
         line.at = self._virtual + 1.0 / line.weight
         self._forget(client)
+
+    def _make_room(self, client: str) -> bool:
+        own = self._lines.get(client)
+        share = ((len(own.waiting) if own else 0) + 1) / self._weights.get(client, 1.0)
+        longest = max(self._lines.values(), key=lambda line: len(line.waiting) / line.weight, default=None)
+        if longest is None or len(longest.waiting) / longest.weight <= share:
+            return False
+        head, last = self._next(), next(reversed(longest.waiting))
+        self._remove(last)
+        trio.lowlevel.reschedule(last, outcome.Error(QueueFull()))
+        if last is head:
+            self.pump()
+        return True
 
     def _line(self, client: str) -> _Line:
         line = self._lines.get(client)

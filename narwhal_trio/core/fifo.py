@@ -39,7 +39,7 @@ class FifoQueue(Generic[T]):
     `try_grant` returns the reservation, or None if it must wait; it may raise, and then only its own waiter sees the exception. It
     runs in whichever task calls `acquire` or `pump`, must not block, and must not raise `trio.Cancelled`.
 
-    A queue with another order overrides `_next`, `_enter`, `_leave` and `_granted`, and keeps the promises of the rest.
+    A queue with another order overrides `_next`, `_enter`, `_leave`, `_granted` and `_make_room`, and keeps the promises of the rest.
     """
 
     def __init__(self, capacity: int | None = None) -> None:
@@ -76,7 +76,11 @@ class FifoQueue(Generic[T]):
         if granted is not None:
             return granted
         if self.capacity is not None and len(self) >= self.capacity:
-            raise QueueFull
+            if not self._make_room(client):
+                raise QueueFull
+            granted = self.acquire_nowait(try_grant, client)
+            if granted is not None:
+                return granted
         task = trio.lowlevel.current_task()
         self._waiting[task] = client, try_grant
         self._enter(task, client)
@@ -137,3 +141,7 @@ class FifoQueue(Generic[T]):
 
     def _granted(self, client: str) -> None:
         """A reservation was made for this client."""
+
+    def _make_room(self, client: str) -> bool:  # noqa: ARG002 - who came first stays
+        """The queue is full: end another's waiting with `QueueFull` in favour of a newcomer of `client`. False if it must go itself."""
+        return False

@@ -8,6 +8,7 @@ import trio
 import trio.testing
 
 from narwhal_trio.core.fair import FairQueue
+from narwhal_trio.core.fifo import QueueFull
 
 
 class Seats:
@@ -87,27 +88,70 @@ async def test_nobody_saves_up_turns(autojump_clock: trio.testing.MockClock) -> 
     assert seats.granted[16:24].count("late") <= 5, "a client that was away must not make up for it"
 
 
+async def test_a_full_queue_makes_room_for_whoever_has_less_of_it(autojump_clock: trio.testing.MockClock) -> None:
+    seats = Seats(1, {"paying": 2.0}, capacity=6)
+    full: list[str] = []
+
+    async def ask(client: str) -> None:
+        try:
+            await _ask(seats, client, 100.0)
+        except QueueFull:
+            full.append(client)
+
+    def waiting() -> dict[str, int]:
+        return {name: len(line.waiting) for name, line in seats.queue._lines.items() if line.waiting}
+
+    async with trio.open_nursery() as nursery:
+
+        async def come(client: str, count: int) -> None:
+            for _ in range(count):
+                nursery.start_soon(ask, client)
+                await trio.sleep(0.1)
+
+        await come("flood", 20)
+        assert (waiting(), full) == ({"flood": 6}, ["flood"] * 13), "one is served, six wait"
+        await come("small", 2)
+        assert (waiting(), full[13:]) == ({"flood": 4, "small": 2}, ["flood"] * 2)
+        await come("small", 5)
+        assert (waiting(), full[15:]) == ({"flood": 3, "small": 3}, ["flood"] + ["small"] * 4), "a share each"
+        await come("flood", 3)
+        assert (waiting(), full[20:]) == ({"flood": 3, "small": 3}, ["flood"] * 3)
+        await come("paying", 9)
+        assert waiting() == {"flood": 2, "small": 1, "paying": 3} or waiting() == {"flood": 1, "small": 2, "paying": 3}
+        assert len(seats.queue) == 6
+        nursery.cancel_scope.cancel()
+    assert (seats.used, len(seats.queue)) == (0, 0)
+
+
 def test_no_schedule_loses_a_seat_and_memory_follows_active_clients() -> None:
     async def world(seed: int) -> int:
         rng = random.Random(seed)
-        seats = Seats(rng.randint(1, 3), {"c1": 2.0})
-        cancelled = 0
+        seats = Seats(rng.randint(1, 3), {"c1": 2.0, "c2": 0.1}, rng.choice([None, 0, 1, 2, 5]))
+        cancelled = full = 0
 
         async def one(client: str, start: float, patience: float, hold: float) -> None:
-            nonlocal cancelled
+            nonlocal cancelled, full
             await trio.sleep(start)
             with trio.move_on_after(patience) as scope:
-                await _ask(seats, client, hold)
+                try:
+                    await _ask(seats, client, hold)
+                except QueueFull:
+                    full += 1
             cancelled += scope.cancelled_caught
 
         async with trio.open_nursery() as nursery:
             for _ in range(60):
                 nursery.start_soon(
-                    one, f"c{rng.randrange(40)}", rng.choice([0, 1, 2]), rng.choice([0, 1, 3]), rng.choice([0, 1])
+                    one,
+                    f"c{rng.randrange(rng.choice([3, 40]))}",
+                    rng.choice([0, 1, 2]),
+                    rng.choice([0, 1, 3]),
+                    rng.choice([0, 1]),
                 )
         assert seats.used == 0
         assert len(seats.queue) == 0
         assert len(seats.queue._lines) <= 64
+        assert len(seats.granted) + cancelled + full >= 60
         with await seats.queue.acquire(partial(seats.grant, "new"), "new"):
             pass
         return cancelled
