@@ -1,11 +1,11 @@
 """Where the router's CPU goes: one case of bench/peers with a sampler on the router, shares by part and by function.
 
-    python bench/profile_router.py [--case events-64] [--seconds 8] [--sampler py-spy|signal] [--raw FILE]
+    python bench/profile_router.py [--case events-64] [--seconds 8] [--sampler py-spy|signal] [--raw FILE] [--markdown FILE]
 
 py-spy (if it is on the path, or named by PY_SPY) looks from outside and may need root. `signal` needs nothing: the router itself notes
 its stack at each SIGPROF, which Python handles between two bytecodes, so that a long C call is one sample late. A sample belongs to the
 innermost Python line: a line that calls a socket or the selector is a system call, C extensions belong to the line that calls them.
-`--raw` keeps the folded stacks, as flame graph programs read them.
+`--raw` keeps the folded stacks, as flame graph programs read them; `--markdown` puts the parts between the markers of a page.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script,
 
 from bench.peers.cases import CASES
 from bench.peers.harness import CaseError, Machine, build_tools, served
+from bench.peers.report import about_machine, insert, table
 from bench.peers.routers import ROUTERS, Router
 from narwhal_trio.core.descriptors import raise_file_limit
 
@@ -160,6 +161,21 @@ def short(frame: str) -> str:
     return f"{'/'.join(parts)} {found['name']}"
 
 
+def markdown(found: list[tuple[list[str], int]], unit: str, cost: float, sampler: str) -> str:
+    """The parts as a table."""
+    parts = Counter[str]()
+    for stack, count in found:
+        parts[part(stack[-1])] += count
+    total = parts.total()
+    rows = [
+        [name, f"{count / total:.0%}", f"{count / total * cost:.1f}"]
+        for name, count in parts.most_common()
+        if count > total / 200
+    ]
+    head = f"{unit}, {cost:.1f} us of CPU, sampled by {sampler}, which costs some itself. {about_machine()}.\n\n"
+    return head + table(["part", "share", "us"], rows)
+
+
 def show(found: list[tuple[list[str], int]], top: int, per: str, cost: float | None) -> None:
     """Shares by part, then functions by their own and by their whole time."""
     total = sum(count for _, count in found) or 1
@@ -194,6 +210,7 @@ def main() -> int:
     parser.add_argument("--sampler", choices=("py-spy", "signal"), help="default: py-spy if there is one")
     parser.add_argument("--top", type=int, default=25, help="functions in each list")
     parser.add_argument("--raw", type=Path, metavar="FILE", help="keep the folded stacks here")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the table of parts between FILE's markers")
     args = parser.parse_args()
     spy = shutil.which(os.environ.get("PY_SPY", "py-spy"))
     if args.sampler == "py-spy" and not spy:
@@ -215,7 +232,11 @@ def main() -> int:
         if args.raw:
             shutil.copy(out, args.raw)
     costs: list[Any] = [figure for figure in CASES[args.case].figures if figure.unit == "CPU us"]
-    print(f"{args.case}, sampled by {'py-spy' if spy else 'SIGPROF'}; the sampler's own cost is in these figures:")
+    sampler = "py-spy" if spy else "SIGPROF"
+    if args.markdown and costs:
+        text = markdown(found, costs[0].title, figures[costs[0].name], sampler)
+        insert(args.markdown, text, f"bench/profile {args.case}")
+    print(f"{args.case}, sampled by {sampler}; the sampler's own cost is in these figures:")
     for name, value in figures.items():
         print(f"  {name} {value:.2f}")
     print(f"  share of the kernel, by its own count: {kernel:.0%}")

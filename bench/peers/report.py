@@ -8,7 +8,7 @@ import re
 import subprocess
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
     from bench.peers.cases import Figure
 
-__all__ = ["Report", "Row", "about_machine", "insert", "markdown"]
-
-BEGIN: Final = "<!-- bench/peers: begin -->"
-END: Final = "<!-- bench/peers: end -->"
+__all__ = ["Report", "Row", "about_machine", "insert", "markdown", "table"]
 
 
 class Row(msgspec.Struct):
@@ -112,12 +109,13 @@ def markdown(report: Report) -> str:
     return "\n".join(text)
 
 
-def insert(file: Path, text: str) -> None:
-    """Between the markers of the file if it has them, else as its whole content."""
+def insert(file: Path, text: str, name: str) -> None:
+    """Between the comments `NAME: begin` and `NAME: end` of the file if it has them, else as its whole content."""
     before = file.read_text() if file.exists() else ""
-    if BEGIN in before and END in before:
-        pattern = re.escape(BEGIN) + ".*?" + re.escape(END)
-        file.write_text(re.sub(pattern, lambda _: f"{BEGIN}\n{text}{END}", before, flags=re.DOTALL))
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    if begin in before and end in before:
+        pattern = re.escape(begin) + ".*?" + re.escape(end)
+        file.write_text(re.sub(pattern, lambda _: f"{begin}\n{text}{end}", before, flags=re.DOTALL))
     else:
         file.write_text(text)
 

@@ -122,7 +122,7 @@ def main() -> int:
     text = markdown(report)
     (args.out / "peers.md").write_text(text)
     if args.markdown:
-        insert(args.markdown, text)
+        insert(args.markdown, text, "bench/peers")
     print(text)
     return 0 if any(row.figures for row in report.rows) else 1
 

@@ -84,6 +84,24 @@ def test_the_peer_bench_measures_this_router(tmp_path: Path) -> None:
 
 @needs_tools
 @pytest.mark.slow
+def test_the_profiler_says_where_cpu_goes(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- bench/profile request: begin -->\n<!-- bench/profile request: end -->\nb\n")
+    command = [sys.executable, str(ROOT / "bench" / "profile_router.py"), "--sampler", "signal", "--case", "request"]
+    command += ["--seconds", "2", "--markdown", str(page), "--raw", str(tmp_path / "stacks")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    by_part = done.stdout.split("by part\n")[1].split("\n\n")[0]
+    for name in ("system calls", "trio", "ours: parsing and folding", "ours: router"):
+        assert name in by_part
+    text = page.read_text()
+    assert "| system calls |" in text
+    assert text.startswith("a\n")
+    assert text.endswith("b\n")
+
+
+@needs_tools
+@pytest.mark.slow
 def test_a_router_that_cannot_serve_is_reported_and_the_others_are_measured(tmp_path: Path) -> None:
     broken = tmp_path / "broken" / "narwhal_trio"
     broken.mkdir(parents=True)
