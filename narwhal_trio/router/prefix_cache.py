@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import msgspec
+import trio
 
 from narwhal_trio.scheduling.placement import NoEngine, place
 from narwhal_trio.scheduling.residency import prefix_of
@@ -78,6 +79,7 @@ def learn(run: RequestRun, ids: Sequence[int]) -> None:
         )
     except (msgspec.DecodeError, OverflowError, TypeError):
         return  # neither is a prompt that an engine takes
+    refresh(run, trio.current_time())  # for the price of waiting
 
 
 def refresh(run: RequestRun, now: float) -> None:

@@ -37,6 +37,8 @@ _TAIL_S = 0.5
 
 _GAP_SLACK = 1.0625
 """How much later than its bound silence may be noticed, so that the deadline need not be moved at each read."""
+_CAUGHT_UP_S = 0.0005
+"""A read that waited this long has found nothing that was sent before."""
 _SLOW_CLIENT_S = 0.001
 """A write that takes longer has kept the router from reading its engine."""
 
@@ -92,9 +94,11 @@ class _Relay:
         self.gap_s = core.config.engine.decode_read_timeout_s or float("inf")
         self.first_token_s = core.first_token_timeout_s
         self.write_s = core.config.server.write_timeout_s
+        self.identified = core.dialect.accounting(run.endpoint) is Accounting.TOKEN_IDS
+        """Whether the engine says which tokens it puts out: nothing is learned from output that is merely counted by its events."""
         rules = FoldRules(
             endpoint=run.endpoint,
-            token_ids=core.dialect.accounting(run.endpoint) is Accounting.TOKEN_IDS,
+            token_ids=self.identified,
             expose_token_ids=request.return_token_ids,
             usage_asked=request.include_usage,
             max_response_bytes=core.config.serving.max_response_bytes,
@@ -114,7 +118,9 @@ class _Relay:
         fold, timer = self.fold, self.timer
         run, claim = self.run, self.claim
         counted, started = 0, False
+        learns = self.identified
         last_at: float | None = None  # of the last read with output, unless the client kept us from reading since
+        behind = False  # the client did, and what the engine has sent meanwhile is still being read: no gap between its tokens is true
         gap_s, now = self.gap_s, 0.0
         held_s = 0.0  # for which the client, or the gate, kept us from reading: per-token times are the engine's, so it does not count
         while True:
@@ -122,6 +128,7 @@ class _Relay:
                 # A moved deadline costs microseconds, so it is moved a little too far and then left alone for a while.
                 self.waiting = _Wait.NEXT_BYTES
                 timer.deadline = now + gap_s * _GAP_SLACK
+            asked_at = now
             data = await exchange.receive()
             now = trio.current_time()
             out = (fold.end() if data is None else fold.feed(data, now - held_s)) or b""
@@ -139,13 +146,15 @@ class _Relay:
                 run.core.accounting.tokens_observed(run.record, fresh)
                 if last_at is not None:
                     run.core.policy.on_tokens(claim.engine, fresh, now - last_at, now)
-                last_at = now
+                    last_at = now
+                elif learns and not (behind and now - asked_at < _CAUGHT_UP_S):
+                    last_at, behind = now, False
             if out and not (started and self._write_nowait(out)):
                 await self._write(out)
                 written_at = trio.current_time()
                 held_s += written_at - now
                 if written_at - now > _SLOW_CLIENT_S:
-                    last_at = None  # the next gap is the client's doing, not the engine's
+                    last_at, behind = None, True  # the next gap is the client's doing, not the engine's
                     run.client_held_s += written_at - now
                 now = written_at
             if fold.done or fold.fault is not None or data is None:

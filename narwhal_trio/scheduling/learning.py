@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from statistics import median
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 import attrs
 
@@ -187,6 +187,8 @@ _MIN_COMPLETIONS: Final = 3
 _ROUND: Final = 1e-9
 """Keeps whole results of `log2` and powers whole."""
 _Key = TypeVar("_Key")
+_Cell: TypeAlias = tuple[int, int, int]
+"""Powers of two of input and limit, and a bin: of the share of the limit, or of the output where the limit's power is 0."""
 
 
 class OutputLengths:
@@ -198,7 +200,7 @@ class OutputLengths:
 
     def __init__(self, span_s: float) -> None:
         self._slice_s = span_s / _SLICES
-        self._slices: deque[tuple[int, Counter[tuple[int, int, int, int]]]] = deque()
+        self._slices: deque[tuple[int, Counter[_Cell]]] = deque()
         self._capped: dict[tuple[int, int], _Histogram] = {}
         self._outputs: dict[int, _Histogram] = {}
         self._all = _Histogram()
@@ -209,14 +211,16 @@ class OutputLengths:
         if output_tokens <= 0:
             return
         wanted = wanted_tokens or 0
-        share = _bin(min(1.0, output_tokens / wanted)) if wanted > 0 else 0
-        size = _bin(output_tokens)
-        key = (input_tokens.bit_length(), wanted.bit_length(), share, size)
         index = math.floor(now / self._slice_s)
         if not self._slices or self._slices[-1][0] < index:
             self._slices.append((index, Counter()))
-        self._slices[-1][1][key] += 1
-        self._count(key, 1)
+        cells: list[_Cell] = [(input_tokens.bit_length(), 0, _bin(output_tokens))]
+        if wanted > 0:
+            share = _bin(min(1.0, output_tokens / wanted))
+            cells.append((input_tokens.bit_length(), wanted.bit_length(), share))
+        for cell in cells:  # not one cell for both: what is asked for are these two, and their products are far more
+            self._slices[-1][1][cell] += 1
+            self._count(cell, 1)
 
     def expected(self, input_tokens: int, wanted_tokens: int | None) -> int:
         """Output to expect, at most the limit; a limit about whose use nothing is known is taken for the length. 0: not known."""
@@ -233,15 +237,16 @@ class OutputLengths:
         """Forget what is older than the span. `observe` does this; call it as well where completions may cease."""
         oldest = math.floor(now / self._slice_s) - _SLICES
         while self._slices and self._slices[0][0] <= oldest:
-            for key, count in self._slices.popleft()[1].items():
-                self._count(key, -count)
+            for cell, count in self._slices.popleft()[1].items():
+                self._count(cell, -count)
 
-    def _count(self, key: tuple[int, int, int, int], count: int) -> None:
-        input_bits, wanted_bits, share, size = key
+    def _count(self, cell: _Cell, count: int) -> None:
+        input_bits, wanted_bits, index = cell
         if wanted_bits:
-            _add(self._capped, (input_bits, wanted_bits), share, count)
-        _add(self._outputs, input_bits, size, count)
-        self._all.add(size, count)
+            _add(self._capped, (input_bits, wanted_bits), index, count)
+        else:
+            _add(self._outputs, input_bits, index, count)
+            self._all.add(index, count)
 
 
 def _bin(value: float) -> int:

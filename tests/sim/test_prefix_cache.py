@@ -16,13 +16,14 @@ from tests.sim.publisher import Publisher, stored
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
 PROMPT = list(range(100, 500))
 """400 tokens: 25 blocks of 16."""
 
 
 @asynccontextmanager
-async def published(world: World, *, replay: bool = True) -> AsyncIterator[tuple[Fleet, Publisher]]:
+async def published(world: World, *, replay: bool = True, **sections: Any) -> AsyncIterator[tuple[Fleet, Publisher]]:
     """Two prefill engines, of which p1 publishes its events."""
     engines: Any = [
         {"iid": "p0", "url": "http://p0:8000", "role": "prefill"},
@@ -34,7 +35,7 @@ async def published(world: World, *, replay: bool = True) -> AsyncIterator[tuple
     publisher = Publisher(world, "p1")
     async with trio.open_nursery() as nursery:
         await nursery.start(publisher.run)
-        async with fleet(world, engines=engines) as f:
+        async with fleet(world, engines=engines, **sections) as f:
             await trio.sleep(1)
             yield f, publisher
         nursery.cancel_scope.cancel()
@@ -167,6 +168,74 @@ def test_an_engine_without_a_publisher_or_with_a_strange_one_costs_nothing() -> 
             await f.at_rest(requests=1)
 
     run_world(main, 15)
+
+
+PROFILE: dict[str, Any] = {
+    "ttft_a": 0.0,
+    "ttft_b": 0.01,
+    "ttft_c": 0.0,
+    "tpot_slope": 0.0,
+    "tpot_intercept": 0.001,
+    "decode_min_requests": 1,
+    "decode_max_requests": 64,
+    "decode_min_kv_tokens": 1,
+    "decode_max_kv_tokens": 1_000_000,
+    "decode_fit_mape": 0.0,
+    "decode_cv_mape": 0.0,
+    "cached_a": 0.0,
+    "cached_b": 0.01,
+    "cached_c": 0.0,
+    "cached_d": 0.0001,
+    "cached_split": 0.0,
+    "cached_min_prefix_tokens": 16,
+    "cached_max_prefix_tokens": 5000,
+    "cached_min_suffix_tokens": 1,
+    "cached_max_suffix_tokens": 5000,
+}
+"""10 ms a token, so that 400 tokens take 4 s where the target is 2 s; a cached token costs a hundredth."""
+
+
+def test_a_prompt_that_is_over_budget_cold_is_admitted_where_it_is_warm(tmp_path: Path) -> None:
+    profiles = tmp_path / "profiles.json"
+    rows = [{"iid": iid, **PROFILE} for iid in ("p0", "p1", "d0")]
+    document = {"schema": "narwhal.profiles", "schema_version": 1, "meta": {}, "profiles": rows}
+    profiles.write_bytes(msgspec.json.encode(document))
+    sections: dict[str, Any] = {"profiles": {"path": str(profiles)}, "serving": {"admission": "predictive"}}
+
+    async def main(world: World) -> None:
+        async with published(world, **sections) as (f, publisher):
+            client = await f.client()
+            body = {"prompt": PROMPT, "max_tokens": 2}
+            refused = await client.post(COMPLETIONS, body)
+            assert (refused.status, refused.json()["error"]["code"]) == (429, "prompt_over_budget")
+            await publisher.publish(stored(PROMPT[:320]))
+            await trio.sleep(0.1)
+            answer = await client.post(COMPLETIONS, body)
+            assert answer.status == 200
+            document = (await client.get(f"/narwhal/requests/{answer.headers['x-request-id']}")).json()
+            best, other = document["placements"][0]["candidates"]
+            assert (best["engine"], best["meets_target"], best["price"]["prefill_s"]) == (
+                "p1",
+                True,
+                pytest.approx(0.832),
+            )
+            assert (other["verdict"], other["price"]["prefill_s"]) == ("misses_target", pytest.approx(4.0))
+            # A long text is counted for its ids, whose evidence then decides about it.
+            engine = await SimClient.connect(world.network, parse_address("http://p0:8000"))
+            text = "What is the answer to everything? " * 40
+            tokens = (await engine.post("/tokenize", {"model": "sim", "prompt": text})).json()["tokens"]
+            engine.disconnect()
+            assert (await client.post(COMPLETIONS, {"prompt": text, "max_tokens": 2})).status == 429
+            await publisher.publish(stored(tokens))
+            await trio.sleep(0.1)
+            assert (await client.post(COMPLETIONS, {"prompt": text, "max_tokens": 2})).status == 200
+            client.disconnect()
+            await f.at_rest(requests=4)
+            placement = f.rows[1]["cache_placement"]
+            assert (placement["predicted_prefill_s"], placement["cold_prefill_s"]) == (pytest.approx(0.832), 4.0)
+            assert placement["cold_choice_iid"] == "p0"
+
+    run_world(main, 16)
 
 
 @pytest.mark.parametrize("seed", range(8))

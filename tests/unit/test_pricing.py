@@ -247,3 +247,37 @@ def test_cheapest_price_is_over_live_prefill_engines() -> None:
 def test_own_prefill() -> None:
     assert own_prefill_seconds(engine("p"), work(K)) == 1.0
     assert own_prefill_seconds(engine("p", profile=None), work(K)) is None
+
+
+def test_a_cached_prefix_is_priced_by_the_warm_fit_where_that_was_measured() -> None:
+    warm = attrs.evolve(
+        PROFILE,
+        cached_a=0.0,
+        cached_b=1e-3,
+        cached_c=0.01,
+        cached_d=1e-5,
+        cached_split=0.0,
+        cached_min_prefix_tokens=100,
+        cached_max_prefix_tokens=5000,
+        cached_min_suffix_tokens=10,
+        cached_max_suffix_tokens=1000,
+    )
+    on = engine("p", profile=warm)
+
+    def priced(cached: int) -> float | None:
+        asked = work(K)
+        asked.cached = {EngineId("p"): cached}
+        return own_prefill_seconds(on, asked)
+
+    cold = own_prefill_seconds(on, work(K))
+    assert priced(900) == pytest.approx(1e-3 * (K - 900) + 1e-5 * 900 + 0.01)
+    assert priced(99) == priced(K - 9) == priced(0) == cold  # outside of what was measured
+    assert (
+        own_prefill_seconds(engine("other", profile=warm), attrs.evolve(work(K), cached={EngineId("p"): 900})) == cold
+    )
+    claimed = attrs.evolve(work(K), cached={EngineId("p"): 900})
+    fleet = Fleet([on])
+    with fleet.claim(on, Role.PREFILL, claimed):
+        claimed.cached = {}  # evidence may change while it is resident; what was added is taken away again
+        assert on.prefill_seconds == priced(900)
+    assert on.prefill_seconds == 0.0
