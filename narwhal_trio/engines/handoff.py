@@ -92,7 +92,7 @@ class _UsualAnswer(msgspec.Struct, gc=False):
 
 class _UsualParams(msgspec.Struct, gc=False):
     remote_engine_id: Annotated[str, msgspec.Meta(min_length=1)]
-    remote_block_ids: list[list[_Block]]
+    remote_block_ids: list[list[_Block] | _Block]
     remote_request_id: str | None = None
 
 
@@ -132,7 +132,11 @@ def _read_usual(body: bytes, leg_id: str, received_at: float) -> Handoff | None:
     for value in (answer.id, params.remote_request_id):
         if value is not None and leg_id not in value:
             return None
-    blocks = sum(map(len, params.remote_block_ids))
+    ids = params.remote_block_ids
+    kinds = set(map(type, ids))
+    if len(kinds) > 1:
+        return None
+    blocks = len(ids) if int in kinds else sum([len(group) for group in ids if isinstance(group, list)])
     tokens = None if answer.usage is None else answer.usage.prompt_tokens
     return Handoff(text, request_of(leg_id), received_at, params.remote_engine_id, blocks, tokens)
 

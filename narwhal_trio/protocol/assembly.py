@@ -30,6 +30,7 @@ __all__ = ["AssemblyFold"]
 
 _STRINGS: Final = ("content", "reasoning", "reasoning_content", "refusal")
 _NULL: Final = b"null"
+_members: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _FRAMING: Final = len(b"data: \n\n")
 
 
@@ -53,6 +54,15 @@ class AssemblyFold(StreamFold):
         """Take one engine read, made at `now`. After a fault or `[DONE]` nothing more is parsed."""
         if self.stopped:
             return
+        run = self._match_run(data, self._bytes + len(data))
+        if run is not None:
+            self._bytes += len(data)
+            self._take(self._templates[0], run.text, run.ids)
+            self.ledger.add(run.tokens, now, run.events, run.first)
+        else:
+            self._feed_events(data, now)
+
+    def _feed_events(self, data: bytes, now: float) -> None:
         tokens = bearing = first = 0
         for event in self._parser.feed(data):
             self._bytes += len(event.framed) or len(event.data) + _FRAMING
@@ -189,9 +199,13 @@ class AssemblyFold(StreamFold):
             self.output_started = self._answers(count, self.finish_reason)
         return count
 
+    def _goes_on(self, opening: bytes) -> bool:
+        members, meta = _members(opening.removesuffix(b',"choices":[') + b"}"), self._meta
+        return all(name == "object" or meta.get(name) == bytes(value) for name, value in members.items())
+
     def _agrees(self, shape: Template) -> bool:
         meta = self._meta
-        return all(name == "object" or meta.get(name) == value for name, value in shape.others)
+        return not shape.others or all(name == "object" or meta.get(name) == value for name, value in shape.others)
 
     def _fold(self, frame: Frame, ids: list[int]) -> None:
         meta = self._meta
@@ -267,7 +281,14 @@ class AssemblyFold(StreamFold):
             where[name] = value
             if old is not None:
                 self._templates.clear()  # they stand for events that said otherwise
+                self._opening = b""
 
 
 def _key(name: str) -> bytes:
-    return msgspec.json.encode(name) + b":"
+    return _KEYS.get(name) or msgspec.json.encode(name) + b":"
+
+
+_KEYS: Final = {
+    name: b'"%b":' % name.encode()
+    for name in ("id", "created", "model", "system_fingerprint", "finish_reason", "stop_reason", *_STRINGS)
+}

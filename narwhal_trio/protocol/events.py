@@ -14,11 +14,11 @@ import msgspec
 from msgspec import Raw
 
 from narwhal_trio.outcomes import Condition
+from narwhal_trio.types import Endpoint  # noqa: TC001 - a struct's annotations are read at run time
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from narwhal_trio.types import Endpoint
 
 __all__ = [
     "ABORTED",
@@ -52,8 +52,7 @@ _TRANSIENT_STATUS: Final = frozenset({408, 429, 500, 502, 503, 504})
 _REJECTED_STATUS: Final = frozenset({400, 404, 413, 422})
 
 
-@attrs.frozen
-class FoldRules:
+class FoldRules(msgspec.Struct, frozen=True, gc=False):
     """How one engine stream becomes one client response.
 
     token_ids: the dialect supplies ids (accounting `token_ids`). expose_token_ids: the client asked for them.

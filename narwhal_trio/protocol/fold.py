@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from narwhal_trio.protocol.events import FoldRules
     from narwhal_trio.protocol.sse import SseEvent
+    from narwhal_trio.protocol.template import Run
 
 __all__ = ["StreamFold"]
 
@@ -120,23 +121,29 @@ class StreamFold:
 
     def _recall(self, event: SseEvent) -> tuple[Template, tuple[int, bytes, bytes]] | tuple[None, None]:
         """A template that another stream has learned and that this event fits, and what it finds there."""
-        if not self.output_started or self._lessons <= 0:
+        if not self.output_started or self._lessons <= 0 or event.data == DONE:
             return None, None
         if not (self._opening and event.data.startswith(self._opening)):
             opening, rules = OPENING.match(event.data), self.rules
-            if opening is None:
+            if opening is None or not self._goes_on(opening[0]):
                 self._opening = b""
                 return None, None
             self._opening = opening[0]
             kind = (type(self), rules.endpoint, rules.token_ids, rules.expose_token_ids, rules.matched_stop)
             self._family = kind, opening.groups()
+        opened = len(self._opening)
         for shape in _shapes.of(self._family):
-            hit = shape.match(event, len(self._opening))
+            hit = shape.match(event, opened)
             if hit is not None and self._agrees(shape):
                 template = shape.after(self._opening)
+                template.find_runs()
                 self._keep_template(template)
                 return template, hit
         return None, None
+
+    def _goes_on(self, _opening: bytes) -> bool:
+        """Whether an event that opens so says nothing new by that."""
+        return True
 
     def _agrees(self, _shape: Template) -> bool:
         """Whether an event of this shape changes nothing but text, ids and finish reason in the fold of this stream."""
@@ -152,6 +159,13 @@ class StreamFold:
             if shape.shareable:
                 _shapes.add(self._family, shape)
             self._keep_template(shape.after(self._opening) if shape.shareable else shape)
+
+    def _match_run(self, data: bytes, size: int) -> Run | None:
+        """A read of several whole frames that fit the latest template, None for any other. size: what `max_response_bytes` bounds."""
+        templates = self._templates
+        if not templates or len(data) < templates[0].least_run or size > self.rules.max_response_bytes:
+            return None
+        return templates[0].match_run(data) if self._parser.between_events else None
 
     def _keep_template(self, template: Template) -> None:
         self._templates = [template, *self._templates[: _TEMPLATES - 1]]

@@ -38,6 +38,14 @@ class RelayFold(StreamFold):
         """
         if self.stopped:
             return b""
+        run = self._match_run(data, len(data))
+        if run is not None:
+            self.ledger.add(run.tokens, now, run.events, run.first)
+            before, after = self._templates[0].shown
+            return data if self.rules.expose_token_ids else b"".join((before, (after + before).join(run.texts), after))
+        return self._feed_events(data, now)
+
+    def _feed_events(self, data: bytes, now: float) -> bytes:
         expose = self.rules.expose_token_ids
         out: list[bytes] = []
         tokens = bearing = first = 0

@@ -124,6 +124,11 @@ class SseParser:
             self._unfinished(rest, events)
         return events
 
+    @property
+    def between_events(self) -> bool:
+        """Whether the next byte begins an event."""
+        return self._lead is None and not (self._tail or self._raw or self._skip_lf or self.overflowed)
+
     def close(self) -> SseEvent | None:
         """The event that the end of the stream cut off, as if its lines had been ended; None where nothing was pending."""
         if self.overflowed:

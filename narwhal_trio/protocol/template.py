@@ -11,7 +11,8 @@ that open alike (`Shapes`), and a stream takes apart little more than its first 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 from msgspec import Raw
@@ -34,8 +35,13 @@ OPENING: Final = re.compile(
 what must be equal besides."""
 
 _string = msgspec.json.Decoder(str).decode
+_strings = msgspec.json.Decoder(list[str]).decode
 _PLAIN: Final = bytes(set(range(0x20, 0x7F)) - set(b'"\\'))
 """What may stand in a JSON string as it is, as far as it is ASCII."""
+_CONTROL: Final = re.compile(rb"[\x00-\x1f]")
+_RUN_TEXT: Final = rb'[^"\\\x00-\x1f]*+(?:\\.[^"\\\x00-\x1f]*+)*+'
+_NOTHING: Final = re.compile(rb"(?!)")
+_NEVER: Final = 1 << 62
 _ZERO: Final = 48
 _IDS_KEY: Final = b'"token_ids":['
 _PROBE_TEXT: Final = b"narwhal-probe-\\u0001"
@@ -48,10 +54,23 @@ class Template:
     field: the member that the text belongs to, "" for events that carry ids and no text. finish: the finish reason that the event gives, ""
     for none. shown: what goes before and after the text in the frame of a client that sees no ids.
     shareable: it lacks the event's opening and what its choice says besides is the same in any stream; to be used `after` an opening.
-    others: members of the event that follow its choice.
+    others: members of the event that follow its choice. least_run: a read that is shorter cannot be one for `match_run`.
     """
 
-    __slots__ = ("_head", "_mid", "_tail", "field", "finish", "others", "shareable", "shown")
+    __slots__ = (
+        "_constant",
+        "_frames",
+        "_head",
+        "_mid",
+        "_opening",
+        "_tail",
+        "field",
+        "finish",
+        "least_run",
+        "others",
+        "shareable",
+        "shown",
+    )
 
     def __init__(self, field: str, head: bytes, mid: bytes, tail: bytes, shown: tuple[bytes, bytes]) -> None:
         self.field = field
@@ -59,6 +78,10 @@ class Template:
         self.shown = shown
         self.shareable = False
         self.others: tuple[tuple[str, bytes], ...] = ()
+        self._opening = b""
+        self._frames = _NOTHING
+        self._constant = 0  # bytes of a frame around its text and ids
+        self.least_run = _NEVER
         self._head = head  # up to and with the text's opening quote; up to the ids' key where there is no text
         self._mid = mid  # from the end of the text up to and with the bracket before the ids; all the rest where there are no ids
         self._tail = tail  # from the bracket after the ids; b"" where there are none
@@ -105,7 +128,59 @@ class Template:
         before, after = self.shown
         whole = Template(self.field, opening + self._head, self._mid, self._tail, (b"data: " + opening + before, after))
         whole.finish = self.finish
+        whole._opening = opening
         return whole
+
+    def find_runs(self) -> None:
+        """From now on `match_run` is of use. For a template that has served another stream: what it takes to prepare is worth it."""
+        opened = len(self._opening)
+        head, mid, tail = self._head[opened:], self._mid, self._tail
+        if self.field and tail and not self.finish and _CONTROL.search(head + mid + tail) is None:
+            self._frames = _frames(opened, head, mid, tail)
+            self._constant = len(b"data: \n\n") + len(self._head) + len(mid) + len(tail)
+            self.least_run = 2 * self._constant
+
+    def match_run(self, data: bytes) -> Run | None:
+        """What several whole frames hold, all at once; None if there is anything else in `data`.
+
+        A look at each frame costs a microsecond, and an engine that is ahead of the router sends many in a read.
+        """
+        found = self._frames.findall(data)
+        if not found:
+            return None
+        openings, texts, lists = zip(*found, strict=True)
+        text, ids, events = b"".join(texts), b",".join(lists), len(found)
+        if (
+            self._constant * events + len(text) + len(ids) - events + 1 != len(data)
+            or openings.count(self._opening) != events
+        ):
+            return None
+        try:
+            # No list may be empty, and the texts must be valid each by itself.
+            tokens = len(token_ids(b"[" + ids + b"]"))
+            if text.translate(None, _PLAIN) and len(_strings(b'["' + b'","'.join(texts) + b'"]')) != events:
+                return None
+        except msgspec.DecodeError:
+            return None
+        return Run(tokens, events, lists[0].count(b",") + 1, texts, text, ids)
+
+
+@lru_cache(32)
+def _frames(opened: int, head: bytes, mid: bytes, tail: bytes) -> re.Pattern[bytes]:
+    """Frames whose opening takes `opened` bytes: it, the text and the ids. Texts are not checked beyond where they end."""
+    head, mid, tail = map(re.escape, (head, mid, tail))
+    return re.compile(b"data: ([^\\n]{%d})%b(%b)%b([0-9,]++)%b\n\n" % (opened, head, _RUN_TEXT, mid, tail))
+
+
+class Run(NamedTuple):
+    """tokens, events: how many. first: tokens of the first event. texts: of each event; text: all of them. ids: of all, no brackets."""
+
+    tokens: int
+    events: int
+    first: int
+    texts: tuple[bytes, ...]
+    text: bytes
+    ids: bytes
 
 
 class Shapes:

@@ -129,7 +129,7 @@ def test_the_response_is_the_naive_fold(data: st.DataObject, parts: list[dict[st
     rules = FoldRules(
         Endpoint.CHAT, token_ids=True, expose_token_ids=expose, usage_asked=False, max_response_bytes=1 << 20
     )
-    whole, cut, careful = AssemblyFold(rules), AssemblyFold(rules), AssemblyFold(rules)
+    whole, cut, careful, by_events = AssemblyFold(rules), AssemblyFold(rules), AssemblyFold(rules), AssemblyFold(rules)
     careful._lessons = 0
     whole._lessons = 1000
     whole.feed(stream, 1.0)
@@ -137,7 +137,11 @@ def test_the_response_is_the_naive_fold(data: st.DataObject, parts: list[dict[st
     step = data.draw(st.integers(1, 200))
     for start in range(0, len(stream), step):
         cut.feed(stream[start : start + step], 1.0)
-    for fold in (whole, cut, careful):
+    frames = stream.split(b"\n\n")[:-1]
+    size = data.draw(st.integers(1, 5))
+    for at in range(0, len(frames), size):
+        by_events.feed(b"".join([frame + b"\n\n" for frame in frames[at : at + size]]), 1.0)
+    for fold in (whole, cut, careful, by_events):
         fold.end()
         assert fold.fault is None
         assert fold.done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from hypothesis import given, strategies as st
@@ -132,11 +133,18 @@ def test_the_quick_way_changes_nothing(data: st.DataObject, rules: FoldRules) ->
     another = RelayFold(rules)
     another._lessons = 1000
     another.feed(stream.replace(b'"id":"c"', b'"id":"b"').replace(b'"created":1,', b'"created":0,'), 1.0)
+    ends = [match.end() for match in re.finditer(rb"\n\n|\r\r|\r\n\r\n", stream)]
+    places = sorted(data.draw(st.sets(st.sampled_from(ends), max_size=8))) if ends else []
+    reads = [stream[a:b] for a, b in zip([0, *places], [*places, len(stream)], strict=True)]
     careful = RelayFold(rules)
     careful._lessons = 0
     quick = RelayFold(rules)
     quick._lessons = 1000
-    assert outcome(quick, [stream]) == outcome(careful, [stream])
+    expected = outcome(careful, [stream])
+    assert outcome(quick, [stream]) == expected
+    quick = RelayFold(rules)
+    quick._lessons = 1000
+    assert outcome(quick, reads) == expected
 
 
 def stripped(event: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,7 +153,7 @@ _TWICE = (
 )
 
 
-BLOCK_LISTS: list[list[list[int]]] = [[], [[]], [[1], []], [[0, 2**70]]]
+BLOCK_LISTS: list[list[Any]] = [[], [[]], [[1], []], [[0, 2**70]], [1], [1, 2**70]]
 
 
 @pytest.mark.parametrize(

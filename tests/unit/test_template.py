@@ -8,7 +8,7 @@ import pytest
 
 from narwhal_trio.protocol.events import Frame
 from narwhal_trio.protocol.sse import SseEvent
-from narwhal_trio.protocol.template import Template, learn
+from narwhal_trio.protocol.template import OPENING, Template, learn
 
 COMPLETION = b'{"id":"c","choices":[{"index":0,"text":"one","prompt_token_ids":null,"token_ids":[7],"finish_reason":null}],"usage":null}'
 CHAT = b'{"id":"c","choices":[{"index":0,"delta":{"reasoning":"one"},"logprobs":null,"token_ids":[7]}]}'
@@ -106,3 +106,57 @@ def test_an_event_named_error_fits_nothing() -> None:
 )
 def test_nothing_is_learned_from_events_that_carry_more_or_hide_the_places(data: bytes, ids: list[int]) -> None:
     assert learn(Frame.parse(data), ids) is None
+
+
+def run_of(*pairs: tuple[bytes, bytes]) -> bytes:
+    return b"".join(
+        [b"data: " + COMPLETION.replace(b"one", text).replace(b"[7]", ids) + b"\n\n" for text, ids in pairs]
+    )
+
+
+def run_template() -> Template:
+    opening = OPENING.match(COMPLETION)
+    assert opening is not None
+    shape = learn(Frame.parse(COMPLETION), [7], opening[0])
+    assert shape is not None
+    assert shape.shareable
+    template = shape.after(opening[0])
+    template.find_runs()
+    return template
+
+
+def test_a_run_of_frames_is_read_at_once() -> None:
+    texts = (b"", b"two", b'\\"token_ids\\":[1]', b"\\u00e9\xc3\xa9\\n", b"a, b", b"\\ud83d\\ude00")
+    found = run_template().match_run(
+        run_of(*zip(texts, (b"[1]", b"[2,3]", b"[4]", b"[0]", b"[5]", b"[6,7,8]"), strict=True))
+    )
+    assert found == (9, 6, 1, texts, b"".join(texts), b"1,2,3,4,0,5,6,7,8")
+    assert run_template().match_run(run_of((b"a", b"[1,2]"), (b"b", b"[3]"))) == (
+        3,
+        2,
+        2,
+        (b"a", b"b"),
+        b"ab",
+        b"1,2,3",
+    )
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        *(run_of((text, b"[1]")) for text in (b'"', b'","', b"\\", b"\xff", b"\xc3", b"\\ud800", b"\\x", b"\x00", b"\n", b'\\","')),
+        *(run_of((b"a", ids)) for ids in (b"[]", b"[,1]", b"[1,]", b"[01]", b"[-1]", b"[1.0]", b"[1, 2]", b"null", b"[[1]]", b"[true]")),
+        *(b": ping\n\n", b"data: [DONE]\n\n", b"\n", b"\n\n", b"data: {}", b"event: error\n", b"x"),
+        run_of((b"a", b"[1]")).replace(b'"id":"c"', b'"id":"d"'),
+        run_of((b"a", b"[1]")).replace(b"data: ", b"data:  "),
+        run_of((b"a", b"[1]")).replace(b"\n\n", b"\r\n\r\n"),
+        run_of((b"a", b"[1]"))[:-1],
+    ],
+)  # fmt: skip
+def test_a_run_with_anything_else_in_it_is_not(odd: bytes) -> None:
+    template = run_template()
+    good = run_of((b"a", b"[1]"), (b"b", b"[2]"))
+    assert template.match_run(good) is not None
+    assert template.match_run(odd + good) is None
+    assert template.match_run(good + odd) is None
+    assert template.match_run(good + odd + good) is None
