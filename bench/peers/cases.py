@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from bench.peers.harness import Served
 
-__all__ = ["CASES", "FIGURES", "Case", "Figure"]
+__all__ = ["CASES", "FIGURES", "GOALS", "Case", "Figure", "Goal"]
 
 TOLERATED: Final = 0.01
 """Share of requests that may fail before a case counts as failed."""
@@ -29,6 +29,15 @@ class Figure:
     unit: str
     better: str = "lower"
     needs_router: bool = True
+
+
+@attrs.frozen
+class Goal:
+    """What our router is to reach in a figure: at most (or at least, where higher is better) `bound`, or so many times `peer`'s."""
+
+    figure: str
+    bound: float
+    peer: str = ""
 
 
 @attrs.frozen
@@ -207,3 +216,16 @@ CASES: Final = {
     )
 }
 FIGURES: Final = {figure.name: figure for case in CASES.values() for figure in case.figures}
+GOALS: Final = (
+    Goal("request_us", 1.5, "vllm-router"),
+    Goal("request_us", 1 / 6, "narwhal-inference"),
+    Goal("events_64_us", 1.25, "vllm-router"),
+    Goal("events_64_us", 0.5, "narwhal-inference"),
+    Goal("events_512_us", 1.25, "vllm-router"),
+    Goal("events_512_us", 0.5, "narwhal-inference"),
+    Goal("saturated_tokens_s", 1.5, "vllm-router"),
+    Goal("ttft_p50_ms", 1.0),
+    Goal("ttft_p99_ms", 5.0),
+    Goal("rss_1000_mib", 0.5, "vllm-router"),
+    Goal("rss_stream_kib", 40.0),
+)

@@ -125,7 +125,8 @@ class Spoken:
         return answer
 
     def ask(self, line: str) -> dict[str, Any]:
-        print(line, file=self._in, flush=True)
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which is what is heard then
+            print(line, file=self._in, flush=True)
         return self.hear()
 
 
@@ -166,6 +167,16 @@ class Served:
     def pids(self) -> list[int]:
         """The router's processes."""
         return [] if self.pid is None else list(tree(self.pid))
+
+    def threads(self) -> dict[int, tuple[int, int]]:
+        """For each thread of the router, nanoseconds for which it ran and for which it could have run, but others did."""
+        found: dict[int, tuple[int, int]] = {}
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                for task in Path(f"/proc/{pid}/task").iterdir():
+                    ran, waited, _ = map(int, (task / "schedstat").read_text().split())
+                    found[int(task.name)] = ran, waited
+        return found
 
     def rss_kib(self) -> int:
         """Resident memory of the router's processes."""

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.peers.cases import CASES
+from bench.peers.cases import CASES, FIGURES, GOALS
 from bench.peers.routers import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from bench.peers.cases import Figure
 
@@ -103,10 +103,30 @@ def markdown(report: Report) -> str:
     if ratios:
         heading = f"{report.ours} through each peer, by round; below 1 is less than the peer's:\n"
         text += [heading, table(["", *peers], ratios)]
+    if goals := list(goal_rows(report)):
+        text += [f"Goals of {report.ours}:\n", table(["", "goal", "measured", "reached"], goals)]
     failed = sorted({f"* {row.router}, {row.case}: {row.failed.splitlines()[0]}" for row in report.rows if row.failed})
     if failed:
         text += ["\n".join(failed) + "\n"]
     return "\n".join(text)
+
+
+def goal_rows(report: Report) -> Iterator[list[str]]:
+    """Each goal of which this run has both sides."""
+    for goal in GOALS:
+        figure = FIGURES[goal.figure]
+        values = (
+            report.ratio(goal.peer, goal.figure)
+            if goal.peer
+            else list(report.by_round(report.ours, goal.figure).values())
+        )
+        if not values:
+            continue
+        most = figure.better == "lower"
+        reached = median(values) <= goal.bound if most else median(values) >= goal.bound
+        bound = f"{'at most' if most else 'at least'} {number(goal.bound)}"
+        bound += f" times {goal.peer}'s" if goal.peer else f" {figure.unit}"
+        yield [figure.title, bound, number(median(values)), "yes" if reached else "no"]
 
 
 def insert(file: Path, text: str, name: str) -> None:

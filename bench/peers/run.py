@@ -27,7 +27,6 @@ from bench.peers.harness import CaseError, Machine, build_tools, served
 from bench.peers.report import Report, Row, about_machine, insert, markdown, number
 from bench.peers.routers import ROUTERS, Router, narwhal_trio, router
 from narwhal_trio.core.descriptors import raise_file_limit
-from narwhal_trio.stress.machine import usage_of
 
 QUICK = 0.25
 
@@ -37,18 +36,25 @@ def one(which: Router, case: str, round_: int, settings: Machine, scale: float) 
     row = Row(round_, which.name, case)
     try:
         with served(which, settings) as server:
-            before = usage_of(server.pid) if server.pid else None
+            before = server.threads()
             figures = CASES[case].run(server, scale)
-            after = usage_of(server.pid) if server.pid else None
+            after = server.threads()
     except CaseError as exc:
         row.failed = str(exc)
         return row
-    if before and after:
-        starved, cpu = after.starved_s - before.starved_s, after.cpu_s - before.cpu_s
-        row.waited = round(starved / max(starved + cpu, 1e-9), 3)
+    row.waited = round(waited(before, after), 3)
     missing = {figure.name for figure in CASES[case].figures if figure.needs_router} if which.build is None else set()
     row.figures = {name: round(value, 4) for name, value in figures.items() if name not in missing}
     return row
+
+
+def waited(before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]]) -> float:
+    """Of the thread that ran most in between: the share of the time it could have run in which it didn't."""
+    deltas = [
+        (ran - before.get(tid, (0, 0))[0], wait - before.get(tid, (0, 0))[1]) for tid, (ran, wait) in after.items()
+    ]
+    ran, wait = max(deltas, default=(0, 0))
+    return wait / max(1, ran + wait)
 
 
 def told(row: Row) -> str:

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from bench.peers.report import Report, Row, insert, markdown
+
 ROOT = Path(__file__).parents[2]
 BENCHES = sorted((ROOT / "bench").glob("bench_*.py"))
 PEERS = ROOT / "bench" / "peers" / "run.py"
@@ -80,6 +82,7 @@ def test_the_peer_bench_measures_this_router(tmp_path: Path) -> None:
     assert text.endswith("<!-- bench/peers: end -->\nafter\n")
     assert "old" not in text
     assert "| streamed event, 64 streams, CPU us |" in text
+    assert "Goals of narwhal-trio" in text
 
 
 @needs_tools
@@ -184,3 +187,42 @@ def test_without_a_compiler_the_peer_bench_says_so(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert "needs a C compiler" in done.stderr
+
+
+def row(round_: int, router: str, case: str, **figures: float) -> Row:
+    return Row(round_, router, case, figures)
+
+
+def test_ratios_are_of_one_round_and_failures_are_told() -> None:
+    rows = [
+        row(0, "narwhal-trio", "events-64", events_64_us=20.0),
+        row(0, "vllm-router", "events-64", events_64_us=10.0),
+        row(1, "narwhal-trio", "events-64", events_64_us=60.0),
+        row(1, "vllm-router", "events-64", events_64_us=60.0),
+        row(2, "narwhal-trio", "events-64", events_64_us=70.0),
+        Row(2, "vllm-router", "events-64", failed="of 9 requests: 9 refused\nits log"),
+        Row(0, "narwhal-trio", "memory", failed="open 4000: no"),
+    ]
+    report = Report("narwhal-trio", "a machine", False, rows)
+    assert sorted(report.ratio("vllm-router", "events_64_us")) == [1.0, 2.0]
+    text = markdown(report)
+    assert "| streamed event, 64 streams, CPU us | 60.0 (20.0 to 70.0) | 35.0 (10.0 to 60.0), 1 failed |" in text
+    assert "| streamed event, 64 streams | 1.50 (1.00 to 2.00) |" in text
+    assert "| streamed event, 64 streams | at most 1.25 times vllm-router's | 1.50 | no |" in text
+    assert "* vllm-router, events-64: of 9 requests: 9 refused\n" in text
+    assert "its log" not in text
+
+
+def test_a_goal_for_what_is_better_higher_is_a_lower_bound() -> None:
+    rows = [row(0, "narwhal-trio", "saturated", saturated_tokens_s=90.0)]
+    rows += [row(0, "vllm-router", "saturated", saturated_tokens_s=50.0)]
+    text = markdown(Report("narwhal-trio", "a machine", False, rows))
+    assert "| saturated | at least 1.50 times vllm-router's | 1.80 | yes |" in text
+
+
+def test_tables_go_between_their_own_markers_only(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- a: begin -->\n1\n<!-- a: end -->\n<!-- b: begin -->\n2\n<!-- b: end -->\n")
+    insert(page, "new \\1\n", "b")
+    insert(page, "newer \\1\n", "b")
+    assert page.read_text() == "<!-- a: begin -->\n1\n<!-- a: end -->\n<!-- b: begin -->\nnewer \\1\n<!-- b: end -->\n"
