@@ -71,6 +71,8 @@ async def prefill_seat(run: RequestRun) -> Claim:
             raise judgement.refusal
         if run.cache_evidence.prefixes:
             run.record.cache_placement = prefix_cache.cache_placement(run, engine)
+        if work.cached and attempt == 1:
+            core.roles.placed(engine, work, now)
         return core.fleet.claim(engine, Role.PREFILL, work)
 
     claim = await _seat(run, core.prefill_queue, try_place, "prefill", priced=attempt == 1)

@@ -65,11 +65,11 @@ class _Tally:
     """What was offered in one slice, or in several together.
 
     inputs: by prompt length. contexts: requests of known output by the KV tokens that they hold on average while they decode. unknown:
-    requests of unknown output by prompt length. unsized: requests turned away before anybody knew their size. residency, samples: sum
-    and number of the samples of decode residency.
+    requests of unknown output by prompt length. unsized: requests turned away before anybody knew their size. saved_s: prefill time that
+    cached prefixes saved. residency, samples: sum and number of the samples of decode residency.
     """
 
-    __slots__ = ("arrivals", "contexts", "inputs", "residency", "samples", "unknown", "unsized")
+    __slots__ = ("arrivals", "contexts", "inputs", "residency", "samples", "saved_s", "unknown", "unsized")
 
     def __init__(self) -> None:
         self.arrivals = 0
@@ -77,6 +77,7 @@ class _Tally:
         self.inputs: _Cells = {}
         self.contexts: _Cells = {}
         self.unknown: _Cells = {}
+        self.saved_s = 0.0
         self.residency = 0.0
         self.samples = 0
 
@@ -84,6 +85,7 @@ class _Tally:
         """Add what `other` has counted, or with sign -1 take it back."""
         self.arrivals += sign * other.arrivals
         self.unsized += sign * other.unsized
+        self.saved_s += sign * other.saved_s
         self.residency += sign * other.residency
         self.samples += sign * other.samples
         for mine, theirs in (
@@ -124,8 +126,8 @@ class Offered:
 
     def prefill_engines(self, profile: Profile) -> float:
         """Engines of this profile that are busy with the prefills of this demand all the time."""
-        seconds = sum(cell.count * profile.prefill_seconds(round(cell.mean)) for cell in self._tally.inputs.values())
-        return seconds * self._scale / self.span_s
+        cold_s = sum(cell.count * profile.prefill_seconds(round(cell.mean)) for cell in self._tally.inputs.values())
+        return max(0.0, cold_s - self._tally.saved_s) * self._scale / self.span_s
 
     def decode_engines(
         self, profile: Profile, tpot_s: float, correction: float, expected_output: Callable[[int, None], int]
@@ -174,7 +176,7 @@ class _Span:
         self.total.merge(tally, 1)
 
     def expire(self, current: int) -> None:
-        while self.slices and self.slices[0][0] <= current - self._length:
+        while self.slices and self.slices[0][0] < current - self._length:
             self.total.merge(self.slices.popleft()[1], -1)
         if not self.slices:
             self.total = _Tally()  # sums of floats drift; an empty span has exactly nothing
@@ -208,6 +210,10 @@ class DemandHistory:
         else:
             _add(tally.unknown, _bin(input_tokens), 1, input_tokens, 0)
 
+    def found_cached(self, saved_s: float, now: float) -> None:
+        """A prompt that has arrived costs its prefill engine so much less than a cold one, since a part of it is cached there."""
+        self._roll(now).saved_s += saved_s
+
     def turned_away(self, requests: int, now: float) -> None:
         """Requests were refused before their size was known."""
         self._roll(now).unsized += requests
@@ -228,7 +234,9 @@ class DemandHistory:
         tally = _Tally()
         tally.merge(span.total, 1)
         tally.merge(current, 1)
-        return Offered(tally, max(self.slice_s, min(span_s, now - self._started_at)))
+        # Whole slices are kept, so the oldest instant that counts is up to a slice older than the span.
+        covered_s = min(span_s + (now - self._index * self.slice_s), now - self._started_at)
+        return Offered(tally, max(self.slice_s, covered_s))
 
     def since(self, instant: float, now: float) -> tuple[int, float]:
         """Arrivals after an instant within the longest span, and how long ago the first of them came, to within a slice."""

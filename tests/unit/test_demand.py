@@ -94,6 +94,15 @@ def test_arrivals_since_an_instant() -> None:
     assert demand.since(25.0, 30.0) == (0, 0.0)
 
 
+def test_cached_prefixes_cost_less() -> None:
+    demand = DemandHistory([100.0], 1.0, 0.0)
+    demand.arrived(1000, 10, 1.0)
+    demand.found_cached(0.15, 1.5)
+    assert demand.over(100.0, 2.0).prefill_engines(PROFILE) == pytest.approx((PROFILE.prefill_seconds(1000) - 0.15) / 2)
+    demand.found_cached(10.0, 1.5)
+    assert demand.over(100.0, 2.0).prefill_engines(PROFILE) == 0.0
+
+
 @given(st.lists(st.tuples(st.integers(0, 1 << 30), st.integers(0, 1 << 22), st.floats(0, 3)), max_size=300))
 def test_memory_is_bounded_and_sums_come_back_to_nothing(requests: list[tuple[int, int, float]]) -> None:
     demand = DemandHistory([5.0, 50.0], 1.0, 0.0)

@@ -13,15 +13,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import attrs
-
 from narwhal_trio.scheduling.demand import DemandHistory
 from narwhal_trio.scheduling.placement import Targets
 from narwhal_trio.scheduling.roles.confirmation import Confirmations, needed
 from narwhal_trio.scheduling.roles.eligibility import Candidate, Circumstances, choose, rule_of
 from narwhal_trio.scheduling.roles.evidence import FIRST_TOKEN_TIMEOUT, RECOVERY_MOVE, Evidence, EvidenceGate
 from narwhal_trio.scheduling.roles.moves import MoveHistory, Wanted, decode_floor, guard, prefill_floor
-from narwhal_trio.scheduling.roles.scoring import Score, Work, score
+from narwhal_trio.scheduling.roles.pricing import Pricing
 from narwhal_trio.scheduling.roles.trend import Trend
 from narwhal_trio.scheduling.roles.urgent import Signal, falls_with_any, project_ttft
 from narwhal_trio.scheduling.roles.values import By, Decision, FleetView, Move, Result, Rule, Split
@@ -32,8 +30,9 @@ if TYPE_CHECKING:
 
     from narwhal_trio.config import RouterConfig
     from narwhal_trio.config.control import ControllerConfig
-    from narwhal_trio.scheduling.fleet import Engine, Fleet
+    from narwhal_trio.scheduling.fleet import Engine, Fleet, Work as RequestWork
     from narwhal_trio.scheduling.learning import OutputLengths
+    from narwhal_trio.scheduling.roles.scoring import Work
 
 __all__ = ["RoleController"]
 
@@ -70,14 +69,18 @@ class RoleController:
         self.evidence: Evidence | None = None
         """As of the last evaluation that got so far."""
         self._due_at = started_at + reactive.step_s
-        self._priced: dict[tuple[float, int, int], Work] = {}
-        """Of the evaluation that is going on: the same few demands are priced by the same few profiles again and again."""
         self._panic_passes = 0
         self._late_first_tokens = 0
 
     def offered(self, input_tokens: int, wanted_tokens: int | None, now: float) -> None:
         """A request has arrived and its size is known, if only as an estimate. Called for every one of them."""
         self.demand.arrived(input_tokens, self._outputs.expected(input_tokens, wanted_tokens), now)
+
+    def placed(self, engine: Engine, work: RequestWork, now: float) -> None:
+        """A prompt of which an engine has a part cached is prefilled there."""
+        warm = engine.own_prefill_seconds(work)
+        if warm is not None and engine.profile is not None:
+            self.demand.found_cached(max(0.0, engine.profile.prefill_seconds(work.input_tokens) - warm), now)
 
     def late_first_token(self) -> None:
         """A decode leg produced nothing in time."""
@@ -152,24 +155,22 @@ class RoleController:
     def _evaluate(
         self, view: FleetView, now: float, signal: Signal | None = None, *, recovers: bool = False
     ) -> Decision:
-        reactive = self.config.reactive
-        self._priced.clear()
         if not view.whole:
             return self._held(view, "fleet health is changing", now)
-        offered = self.demand.over(reactive.window_s, now)
-        window = self._work(view.current, reactive.window_s, view, now)
-        urgent = signal is not None
+        reactive, urgent = self.config.reactive, signal is not None
+        pricing = Pricing(reactive, self.targets, self.demand, self._outputs, self.horizon_s, view)
+        window = pricing.work(view.current, reactive.window_s)
         if not urgent:
+            offered = self.demand.over(reactive.window_s, now)
             hold = self._too_little_known(view, window, offered.arrivals, sized=offered.sized)
             if hold:
                 return self._held(view, hold, now, {"window_arrivals": offered.arrivals})
-        short = self._work(view.current, reactive.evidence_span_s, view, now)
-        evidence = self.gate.read(self.demand, short=short.decode or 0.0, window=window.decode or 0.0, now=now)
-        self.evidence = evidence
-        if not urgent:
-            self._watch_trend(view, window, now)
+            self._watch_trend(pricing, window, now)
+        evidence = self.evidence = self._read_evidence(pricing, window, now)
+        splits = [split for split in view.neighbours if not urgent or split.to is Role.PREFILL]
         candidates = [
-            self._candidate(view, split, now) for split in view.neighbours if not urgent or split.to is Role.PREFILL
+            pricing.candidate(split, departure=split.to is not None and self.trend.leads(split.to, now))
+            for split in splits
         ]
         seen = Circumstances(
             live=view.live,
@@ -188,22 +189,7 @@ class RoleController:
             return self._held(view, reason, now, details)
         rule = rule_of(chosen, self.config, seen)
         assert rule is not None
-        count, enough = self.confirmations.confirm(chosen, rule), needed(chosen, rule, self.config)
-        details |= {"confirmations": count, "confirmations_needed": enough}
-        split = chosen.score.split
-        if count < enough:
-            return Decision(
-                at=now,
-                prefill=split.prefill,
-                decode=split.decode,
-                by=By.REACTIVE,
-                reason="waiting for sustained demand",
-                result=Result.HELD,
-                rule=rule,
-                details=details,
-            )
-        wanted = Wanted(chosen.to, By.REACTIVE, panic=self._panicking(chosen.to))
-        return self._guarded(wanted, rule.value, rule, now, details, split)
+        return self._proposed(chosen, rule, now, details)
 
     # -- parts of it ----------------------------------------------------------------------------------------------------------
 
@@ -218,57 +204,41 @@ class RoleController:
             return "incomplete demand requires observed phase pressure and fleet profiles"
         return ""
 
-    def _work(self, split: Split, span_s: float, view: FleetView, now: float) -> Work:
-        """Demand of a span, priced by the engines of a split; where a role has none left, by those of the other."""
-        prefill = split.prefill_profile or split.decode_profile
-        decode = split.decode_profile or split.prefill_profile
-        if prefill is None or decode is None:
-            return Work(0.0, None)
-        key = (span_s, id(prefill), id(decode))  # the view keeps both alive
-        found = self._priced.get(key)
-        if found is None:
-            offered = self.demand.over(span_s, now)
-            found = self._priced[key] = Work(
-                offered.prefill_engines(prefill),
-                offered.decode_engines(decode, self.targets.tpot_s, view.correction, self._outputs.expected),
-            )
-        return found
-
-    def _score(self, split: Split, view: FleetView, work: Work) -> Score:
-        return score(split, view, work, self.targets, utilization=self.config.reactive.utilization)
-
-    def _candidate(self, view: FleetView, split: Split, now: float) -> Candidate:
-        """The neighbour by the demand that counts in its direction: a departure's recent one, else the window's, and for a move to prefill
-        the greater decode demand of window and evidence span."""
-        reactive, to = self.config.reactive, split.to
-        assert to is not None
-        departure = self.trend.leads(to, now)
-        span_s = self.horizon_s if departure else reactive.window_s
-        work, present = (self._work(part, span_s, view, now) for part in (split, view.current))
-        if to is Role.PREFILL and not departure:
-            work = _envelope(work, self._work(split, reactive.evidence_span_s, view, now))
-            present = _envelope(present, self._work(view.current, reactive.evidence_span_s, view, now))
-        return Candidate(
-            to=to,
-            score=self._score(split, view, work),
-            current=self._score(view.current, view, present),
-            departure=departure,
+    def _read_evidence(self, pricing: Pricing, window: Work, now: float) -> Evidence:
+        reactive, current = self.config.reactive, pricing.view.current
+        left = max(1, current.decode - 1) * reactive.utilization  # what decode could do without one engine
+        return self.gate.read(
+            self.demand,
+            short=pricing.work(current, reactive.evidence_span_s).decode or 0.0,
+            window=window.decode or 0.0,
+            least=reactive.movement_margin * left,
+            now=now,
         )
 
-    def _watch_trend(self, view: FleetView, window: Work, now: float) -> None:
-        margin = self.config.reactive.movement_margin
-        recent = self._work(view.current, self.horizon_s, view, now)
-        prefers, gain = None, False
-        for span_s, work in ((self.horizon_s, recent), (self.config.reactive.window_s, window)):
-            current = self._score(view.current, view, work).objective
-            best = current - margin
-            for split in view.neighbours:
-                objective = self._score(split, view, self._work(split, span_s, view, now)).objective
-                if objective <= best:
-                    gain = True
-                    if span_s == self.horizon_s:
-                        best, prefers = objective, split.to
+    def _watch_trend(self, pricing: Pricing, window: Work, now: float) -> None:
+        recent = pricing.work(pricing.view.current, self.horizon_s)
+        prefers = pricing.preference(self.horizon_s)
+        gain = prefers is not None or pricing.preference(self.config.reactive.window_s) is not None
         self.trend.update(window=window, recent=recent, prefers=prefers, gain=gain, now=now)
+
+    def _proposed(self, chosen: Candidate, rule: Rule, now: float, details: dict[str, Any]) -> Decision:
+        """Confirm a proposal, and have it done once it has been made often enough."""
+        count, enough = self.confirmations.confirm(chosen, rule), needed(chosen, rule, self.config)
+        details |= {"confirmations": count, "confirmations_needed": enough}
+        split = chosen.score.split
+        if count >= enough:
+            wanted = Wanted(chosen.to, By.REACTIVE, panic=self._panicking(chosen.to))
+            return self._guarded(wanted, rule.value, rule, now, details, split)
+        return Decision(
+            at=now,
+            prefill=split.prefill,
+            decode=split.decode,
+            by=By.REACTIVE,
+            reason="waiting for sustained demand",
+            result=Result.HELD,
+            rule=rule,
+            details=details,
+        )
 
     def _panicking(self, to: Role) -> bool:
         return to is Role.DECODE and self._panic_passes >= self.config.thresholds.sustained_intervals
@@ -357,9 +327,3 @@ class RoleController:
         """A move could not be made after all."""
         self.history.refuse(move.to, why, now)
         self.confirmations.reset()
-
-
-def _envelope(one: Work, two: Work) -> Work:
-    """Of two estimates of decode work the greater one; unknown if either is."""
-    decode = None if one.decode is None or two.decode is None else max(one.decode, two.decode)
-    return attrs.evolve(one, decode=decode)

@@ -78,7 +78,8 @@ class EvidenceGate:
         self.risk = (kind, now)
         self.events[kind] += 1
 
-    def read(self, demand: DemandHistory, *, short: float, window: float, now: float) -> Evidence:
+    def read(self, demand: DemandHistory, *, short: float, window: float, least: float, now: float) -> Evidence:
+        """least: a rise of decode demand by fewer engines than this says nothing, however large a part of next to nothing it is."""
         config = self._config
         started_at = now - config.evidence_max_span_s
         risk_age_s = math.inf
@@ -91,13 +92,14 @@ class EvidenceGate:
             or span_s >= config.evidence_max_span_s
             or config.evidence_max_span_s <= risk_age_s < math.inf
         )
+        rising = short > window * (1 + config.demand_rise_tolerance) and short - window >= least
         gate, reason = "", ""
         if not closed and self.risk is not None:
             gate = "risk"
             reason = f"{_TEXT[self.risk[0]]} {risk_age_s:.1f} s ago: re-collecting one evidence window"
         elif not closed:
             gate, reason = "evidence", "demand evidence is still collecting"
-        elif short > window * (1 + config.demand_rise_tolerance) and count >= config.evidence_min_arrivals:
+        elif rising and count >= config.evidence_min_arrivals:
             gate, reason = "trend", "rising decode demand blocks consolidation"
         return Evidence(
             count=count,
