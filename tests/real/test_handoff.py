@@ -112,7 +112,7 @@ def test_a_decode_engine_that_cannot_be_reached_costs_no_second_prefill(stack: S
             async with router(stack, {"a-decode": nowhere, "decode-0": stack.decode.url}) as r:
                 answer = await r.complete("completions", body)
                 assert r.core.retry_budget.spent == 0, "a refused connect spends nothing"
-                assert r.core.recent[-1].attempts == 2
+                assert r.core.recent[-1].record.attempts == 2
                 assert r.core.ledger.closed[HandoffResult.ACCEPTED] == 1
             assert answer["choices"] == expected["choices"]
             assert stack.prefill.prompted() - before == 200, "prefilled once"
