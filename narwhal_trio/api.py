@@ -319,8 +319,10 @@ async def open_router(
             credential=credentials.engine_api_key,
             seed=seed,
         )
-        if artifacts.calibration is not None:
-            core.documents["first_token_calibration"] = artifacts.calibration.document
+        calibration = artifacts.calibration
+        core.documents["first_token_calibration"] = (
+            calibration.document if calibration is not None else lambda: {"status": "uncalibrated"}
+        )
         control = ControlPlane(core, prepared, admin_key=credentials.admin_key, threads=threads)
         nursery.start_soon(_sweep, core, name="sweep idle connections")
         await nursery.start(core.releases.run)

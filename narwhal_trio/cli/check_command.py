@@ -20,7 +20,7 @@ from narwhal_trio.cli.common import (
 from narwhal_trio.cli.progress import with_progress
 from narwhal_trio.config import ConfigError, Problem, read_credentials
 from narwhal_trio.control.access import FleetAccess
-from narwhal_trio.control.artifacts import read_artifacts
+from narwhal_trio.control.artifacts import Artifacts, read_artifacts
 from narwhal_trio.control.calls import CallFailed
 from narwhal_trio.control.live_check import check_fleet
 from narwhal_trio.edge.listen import server_context
@@ -34,6 +34,7 @@ from narwhal_trio.wire.stream import SocketDialer
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Mapping
 
     from narwhal_trio.config import RouterConfig
     from narwhal_trio.control.live_check import Finding
@@ -75,10 +76,11 @@ def run(args: argparse.Namespace) -> int:
         return 2
     found: list[Problem] = []
     notes = list(config.notes)
-    credential = ""
+    credential, artifacts = "", Artifacts()
     # A calibration that is about to be measured anew cannot be what is wrong.
     try:
-        notes += read_artifacts(config, calibration=args.calibrate is None).notes
+        artifacts = read_artifacts(config, calibration=args.calibrate is None)
+        notes += artifacts.notes
     except ConfigError as exc:
         found += exc.details
     try:
@@ -95,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"{args.config}: valid, {len(config.engines)} engines", flush=True)
     if not args.live and args.calibrate is None:
         return 0
-    return run_until_told(check_live, args, config, SocketDialer(), credential)
+    work = partial(check_live, credential=credential, versions=artifacts.measured_versions)
+    return run_until_told(work, args, config, SocketDialer())
 
 
 def _tls_problems(config: RouterConfig) -> list[Problem]:
@@ -108,13 +111,22 @@ def _tls_problems(config: RouterConfig) -> list[Problem]:
 
 
 async def check_live(
-    args: argparse.Namespace, config: RouterConfig, dialer: Dialer, credential: str = "", seed: int | None = None
+    args: argparse.Namespace,
+    config: RouterConfig,
+    dialer: Dialer,
+    *,
+    credential: str = "",
+    versions: Mapping[str, str] | None = None,
+    seed: int | None = None,
 ) -> int:
-    """Ask the engines, print a table, calibrate if that was asked for: 0, or 1 if anything is not in order."""
+    """Ask the engines, print a table, calibrate if that was asked for: 0, or 1 if anything is not in order.
+
+    versions: of the engines when they were profiled.
+    """
     access = FleetAccess(config, dialer, credential=credential, seed=seed, connections=config.control_connections)
     try:
-        progress = Progress(total=_questions(config), stage="asking the engines")
-        findings = await with_progress(progress, partial(check_fleet, access, lambda _: progress.step()))
+        progress = Progress(total=_questions(config) + len(versions or ()), stage="asking the engines")
+        findings = await with_progress(progress, partial(check_fleet, access, lambda _: progress.step(), versions))
         print_table(table_console(), "Engines", _COLUMNS, map(_row, findings))
         failed = sum(not finding.probe.passed for finding in findings)
         if failed:

@@ -52,6 +52,7 @@ _PLAN = {
     "cached_suffix_lens": "suffixes",
 }
 """Options and the members of the plan that they set."""
+_LATE_S = 0.02
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -145,6 +146,9 @@ async def measure(
         verdicts: list[EngineVerdict] = await with_progress(progress, work)
     except (MeasureFailed, CallFailed) as exc:
         return _complain(f"{exc}; nothing was written", 1)
+    if progress.late_s > _LATE_S:
+        text = f"timers of this process fired up to {progress.late_s * 1e3:.0f} ms late: this machine was busy, which makes numbers larger"
+        print(f"note: {text}")
     try:
         return _conclude(args, config, verdicts, kept)
     except OSError as exc:

@@ -31,12 +31,14 @@ T = TypeVar("T")
 class Artifacts:
     """profiles: by iid, of all engines or of none. calibration: None where none is configured.
 
+    measured_versions: of the engines when they were profiled, where the file says so.
     notes: remarks for the operator about files that can be used.
     """
 
     profiles: Mapping[str, Profile] = attrs.field(factory=dict)
     keys: KeyRing = attrs.field(factory=KeyRing)
     calibration: Calibration | None = None
+    measured_versions: Mapping[str, str] = attrs.field(factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -62,7 +64,8 @@ def read_artifacts(config: RouterConfig, *, calibration: bool = True) -> Artifac
             f"serving.admission: there are no engine profiles at {config.profiles.path or 'profiles.path'}, so nothing is refused by"
             ' projection, as under "open"; `narwhal-trio profile` measures them'
         )
-    return Artifacts({} if store is None else store.profiles, keys, measured, tuple(notes))
+    profiles, versions = ({}, {}) if store is None else (store.profiles, _versions(store))
+    return Artifacts(profiles, keys, measured, versions, tuple(notes))
 
 
 def _profiles(config: RouterConfig) -> ProfileStore | None:
@@ -81,6 +84,18 @@ def _profiles(config: RouterConfig) -> ProfileStore | None:
     if missing:
         raise ConfigError([Problem("profiles.path", f"{path}: holds no profile of {', '.join(missing)}")])
     return store
+
+
+def _versions(store: ProfileStore) -> dict[str, str]:
+    """From what `narwhal-trio profile` notes in the file; files of others may hold anything there."""
+    measurements = store.meta.get("measurements")
+    found = {}
+    for iid in store.profiles:
+        about = measurements.get(iid) if isinstance(measurements, dict) else None
+        version = about.get("version") if isinstance(about, dict) else None
+        if isinstance(version, str) and version:
+            found[iid] = version
+    return found
 
 
 def _poor_fits(config: RouterConfig, store: ProfileStore) -> list[Problem]:

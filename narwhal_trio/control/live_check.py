@@ -12,7 +12,7 @@ from narwhal_trio.control.probes import EngineProbes, Probe, ProbeResult
 from narwhal_trio.types import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
     from narwhal_trio.control.access import EngineAccess
     from narwhal_trio.types import EngineId
@@ -32,8 +32,12 @@ class Finding:
     seconds: float = 0.0
 
 
-async def check_fleet(access: EngineAccess, report: Callable[[Finding], None]) -> list[Finding]:
+async def check_fleet(
+    access: EngineAccess, report: Callable[[Finding], None], versions: Mapping[str, str] | None = None
+) -> list[Finding]:
     """Ask everything and return what was found, in the order of the configuration. report: called at each answer, as it comes.
+
+    versions: of the engines when they were profiled, by iid; another one makes the profile a stranger's.
 
     All engines are asked at once. In hand-offs each engine takes part in one at a time, so that none waits for another.
     """
@@ -50,6 +54,8 @@ async def check_fleet(access: EngineAccess, report: Callable[[Finding], None]) -
     async def engine(iid: EngineId) -> None:
         if await ask(iid, "health", lambda: probes.health(iid)):
             await ask(iid, "model", lambda: probes.model(iid))
+            if versions and iid in versions:
+                await ask(iid, "profile", lambda: probes.version(iid, versions[iid]))
             if access.config.engine.tokenize:
                 await ask(iid, "tokenize", lambda: probes.tokenize(iid))
 

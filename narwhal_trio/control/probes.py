@@ -111,6 +111,23 @@ class EngineProbes:
             return Probe(ProbeResult.INCONCLUSIVE, f"{engine}: engines of this kind cannot serve alone")
         return await _HandoffCheck(self._access, self._calls, engine, engine).alone()
 
+    async def version(self, engine: EngineId, expected: str) -> Probe:
+        """Does the engine run this version? Bounded by `engine.health_timeout_s`."""
+
+        async def ask() -> Probe:
+            response = await self._get(engine, self._access.dialect.version_path)
+            if response.status_code != 200:
+                return Probe(ProbeResult.FAILED, f"status {response.status_code}")
+            try:
+                found = _VERSION.decode(response.content).version
+            except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+                return Probe(ProbeResult.FAILED, f"no version: {exc}")
+            if found == expected:
+                return _PASSED
+            return Probe(ProbeResult.FAILED, f"it was profiled as version {expected} and runs {found[:50]}")
+
+        return await self._bounded(engine, self._access.config.engine.health_timeout_s, ask)
+
     async def tokenize(self, engine: EngineId) -> Probe:
         """Does the engine count a prompt's tokens? Bounded by `engine.tokenize_timeout_s`."""
 
@@ -229,4 +246,9 @@ class _Models(msgspec.Struct):
     data: list[_Card]
 
 
+class _Version(msgspec.Struct):
+    version: str
+
+
+_VERSION: Final = msgspec.json.Decoder(_Version)
 _MODELS: Final = msgspec.json.Decoder(_Models)

@@ -35,11 +35,12 @@ class MeasureFailed(Exception):  # noqa: N818 - a verdict about the fleet
 
 @attrs.define
 class Progress:
-    """What a display may read at any time. done, total: steps."""
+    """What a display may read at any time. done, total: steps. late_s: at the end, how late this process's own timers were at worst."""
 
     total: int = 0
     done: int = 0
     stage: str = "looking at the engines"
+    late_s: float = 0.0
 
     def step(self) -> None:
         self.done += 1
@@ -61,12 +62,12 @@ async def measure_fleet(
     hand-offs from the prefill engines, on prefill engines by completions of their own. Raises `MeasureFailed` and `CallFailed`.
     """
     fleet = _Fleet(access, progress)
-    await fleet.look(allow_busy=allow_busy)
+    chosen = [engine for engine in access.config.engines if not only or engine.iid in only]
+    await fleet.look(chosen, allow_busy=allow_busy)
     try:
         plan = plan.within(fleet.context_limit, fixed)
     except PlanTooLong as exc:
         raise MeasureFailed(str(exc)) from None
-    chosen = [engine for engine in access.config.engines if not only or engine.iid in only]
     jobs = [_EngineJob(fleet, plan, engine) for engine in chosen]
     progress.total = sum(job.steps for job in jobs)
     for job in jobs:
@@ -85,8 +86,14 @@ class _Fleet:
         self.context_limit = 1 << 30
         self.makers: dict[EngineId, PromptMaker] = {}
 
-    async def look(self, *, allow_busy: bool) -> None:
+    async def look(self, chosen: Collection[EngineConfig], *, allow_busy: bool) -> None:
+        """Ask the chosen engines and those that they need for hand-offs. Raises `MeasureFailed` and `CallFailed`."""
+        needed = {engine.id for engine in chosen}
+        for engine in chosen:
+            needed |= set(self.partners(engine))
         for engine in self.access.config.engines:
+            if engine.id not in needed:
+                continue
             self.progress.stage = f"{engine.iid}: looking"
             facts = self.facts[engine.id] = await engine_facts(self.access, engine.id)
             if facts.busy and not allow_busy:
@@ -95,8 +102,19 @@ class _Fleet:
             maker = self.makers[engine.id] = await prompt_maker(self.access, engine.id)
             self.context_limit = min(self.context_limit, maker.context_limit or self.context_limit)
 
-    def pool(self, role: Role) -> list[EngineId]:
-        return [engine.id for engine in self.access.config.engines if engine.role is role]
+    def partners(self, engine: EngineConfig) -> list[EngineId]:
+        """Engines of the other role, without which this one cannot be measured. Raises `MeasureFailed` if there is none.
+
+        A prefill engine that answers alone needs nobody.
+        """
+        if engine.role is Role.PREFILL and not self.access.dialect.rendezvous:
+            return []
+        wanted = Role.DECODE if engine.role is Role.PREFILL else Role.PREFILL
+        found = [other.id for other in self.access.config.engines if other.role is wanted]
+        if not found:
+            text = f"{engine.iid} cannot be measured: the fleet has no {wanted.value} engine for a hand-off"
+            raise MeasureFailed(text)
+        return found
 
     def room(self, engine: EngineId) -> int:
         """KV tokens that an engine can hold, without limit where it does not say."""
@@ -111,15 +129,11 @@ class _EngineJob:
         self._plan = plan
         self._id = engine.id
         self._meets = fleet.access.dialect.rendezvous
-        self._partners = fleet.pool(Role.DECODE if engine.role is Role.PREFILL else Role.PREFILL)
+        self._partners = fleet.partners(engine)
         self._prefill_role = engine.role is Role.PREFILL
-        if not self._partners and (self._meets or not self._prefill_role):
-            wanted = Role.DECODE if self._prefill_role else Role.PREFILL
-            raise MeasureFailed(
-                f"{engine.iid} cannot be measured: the fleet has no {wanted.value} engine for a hand-off"
-            )
         self.measured = Measured(
             engine.iid,
+            version=fleet.facts[engine.id].version,
             kv_capacity_tokens=fleet.facts[engine.id].kv_capacity_tokens,
             # An engine that meets others in rooms does the work of its role and no other.
             prefills=not self._meets or self._prefill_role,

@@ -49,13 +49,15 @@ class WarmPoint:
 
 @attrs.define
 class Measured:
-    """What was measured at one engine. skipped: what was left out, each with its reason. about: what the engine says of itself."""
+    """What was measured at one engine. skipped: what was left out, each with its reason. version, kv_capacity_tokens: what the
+    engine says of itself. prefills, decodes, warm_wanted: what there is to measure."""
 
     iid: str
     prefill: list[PrefillPoint] = attrs.field(factory=list)
     decode: list[DecodePoint] = attrs.field(factory=list)
     warm: list[WarmPoint] = attrs.field(factory=list)
     skipped: list[str] = attrs.field(factory=list)
+    version: str = ""
     kv_capacity_tokens: int | None = None
     warm_wanted: bool = False
     prefills: bool = True

@@ -8,6 +8,8 @@ import attrs
 import trio
 
 from narwhal_trio.control.access import FleetAccess
+from narwhal_trio.control.calls import CallFailed
+from narwhal_trio.control.lag import LagProbe
 from narwhal_trio.profiling.measure import MeasureFailed, measure_fleet
 from narwhal_trio.profiling.verdict import EngineVerdict, judge
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from narwhal_trio.config import RouterConfig
     from narwhal_trio.profiling.measure import Progress
     from narwhal_trio.profiling.plan import Plan
+    from narwhal_trio.profiling.points import Measured
     from narwhal_trio.wire.stream import Dialer
 
 __all__ = ["Options", "profile_fleet"]
@@ -50,12 +53,30 @@ async def profile_fleet(
     )
     try:
         with trio.move_on_after(float("inf") if options.time_limit_s is None else options.time_limit_s):
-            measured = await measure_fleet(
-                access, options.plan, progress, only=options.only, fixed=options.fixed, allow_busy=options.allow_busy
-            )
-            return [judge(one) for one in measured]
+            return [judge(one) for one in await _watched(access, options, progress)]
     finally:
         access.close()
     raise MeasureFailed(
         f"the time limit of {options.time_limit_s:g} s ended it at {progress.stage} (step {progress.done} of {progress.total})"
     )
+
+
+async def _watched(access: FleetAccess, options: Options, progress: Progress) -> list[Measured]:
+    """Measure beside a probe that tells how late this process was itself."""
+    failure: MeasureFailed | CallFailed | None = None
+    measured: list[Measured] = []
+    lag = LagProbe()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lag.run)
+        # As a value: it must leave the nursery as itself, not in a group.
+        try:
+            measured = await measure_fleet(
+                access, options.plan, progress, only=options.only, fixed=options.fixed, allow_busy=options.allow_busy
+            )
+        except (MeasureFailed, CallFailed) as exc:
+            failure = exc
+        nursery.cancel_scope.cancel()
+    progress.late_s = lag.high_water_s
+    if failure is not None:
+        raise failure
+    return measured
