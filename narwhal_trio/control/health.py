@@ -79,8 +79,11 @@ class HealthService:
         self.verifying: dict[EngineId, str] = {}
         self._undecided: set[EngineId] = set()
         """Asked without a result since the last pass: asked again at the next one."""
+        self._still_out: dict[EngineId, str] = {}
+        """The check by which an engine that answers is not taken back."""
         self.on_lost: Callable[[EngineId, str], None] = lambda _engine, _cause: None
         """Told of each engine that is ejected after it has been in service, with the cause."""
+        self._took_over = False
         self._wake = trio.Event()
         core.health = self
 
@@ -135,6 +138,9 @@ class HealthService:
         async with trio.open_nursery() as nursery:
             while True:
                 self._wake = trio.Event()
+                if self._took_over:
+                    self._took_over = False
+                    nursery.start_soon(self.liveness.first_look, name="first look at the engines")
                 self._start_verifying(nursery)
                 with trio.move_on_at(self.machine.next_due):
                     await self._wake.wait()
@@ -228,10 +234,10 @@ class HealthService:
         model = await self._probes.model(engine.id)
         if not model.passed:
             self.probed[engine.id, "model", model.result.value] += 1
-            log.info("engine not readmitted", engine=engine.id, check="model", detail=model.detail)
+            self._note_still_out(engine, "model", model.detail)
             return
         finding = await self.fabric.verify(engine)
-        self._count_inference(engine, finding)
+        self.probed[engine.id, "inference", _RESULTS[finding.verdict].value] += 1
         now = trio.current_time()
         if not self._core.readiness.controls_fleet(now) or Hold.DRAINING in engine.holds:
             return
@@ -239,11 +245,19 @@ class HealthService:
         if finding.verdict is Verdict.UNDECIDED and not self.machine.covered(engine.id):
             evidence = "health"
         elif finding.verdict is not Verdict.PASSED:
-            log.info("engine not readmitted", engine=engine.id, check="hand-off", detail=finding.detail)
+            self._note_still_out(engine, "inference", finding.detail)
             return
+        self._still_out.pop(engine.id, None)
         if self.machine.engines[engine.id].cause != "drift":
             self.drift.forget(engine)  # most likely another process; one that merely drifted has to earn its way out
         self.machine.signal(engine.id, Signal.READMITTED, now, cause=evidence)
+
+    def _note_still_out(self, engine: Engine, kind: str, detail: str) -> None:
+        """Told once per check: an engine that is broken for a week is asked 60,000 times."""
+        if self._still_out.get(engine.id) != kind:
+            self._still_out[engine.id] = kind
+            log.info("engine not readmitted", engine=engine.id, check=kind, detail=detail)
+            self._note_probe(engine, kind, ProbeResult.FAILED, detail=detail)
 
     # -- what others do to the fleet
 
@@ -254,9 +268,11 @@ class HealthService:
         self.machine.readmitted(engine, trio.current_time(), "lifecycle")
 
     def adopt(self) -> None:
-        """The fleet's ejections are another router's word. They are looked into at the next pass."""
+        """The fleet's ejections are another router's word. They are looked into at the next pass, and who is not ejected at once."""
         self.machine.adopt(trio.current_time())
         self.liveness.forget()
+        self._took_over = True
+        self._wake.set()
 
     # -- telling
 

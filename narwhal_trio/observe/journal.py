@@ -175,7 +175,7 @@ class Journal:
             raise ValueError(msg)
         self._put({"event": kind, "at": at, **fields})
 
-    def changed(self, kind: str, at: float, key: str = "", **fields: Any) -> None:
+    def changed(self, kind: str, at: float, key: str = "", /, **fields: Any) -> None:
         """`event`, but only if the fields differ from the last row of this kind and key, or that row is `HEARTBEAT_S` old.
 
         For what is evaluated again and again, so that an idle router's journal doesn't grow.

@@ -121,8 +121,11 @@ class FleetHealth:
                 self._tentative.add(engine_id)
         if count >= limit:
             detail = f"{count} {kind.value} failures in a row (limit {limit}), the last: {detail}"
-            self.signal(engine_id, signal, now, detail=detail)
-        self._settle_holds(now)
+            if self.signal(engine_id, signal, now, detail=detail):
+                return
+        # In a storm of failures nothing but a hold that has to begin is worth a look at all engines.
+        if engine_id in self._tentative and not health.held and self.covered(engine_id):
+            self._settle_holds(now)
 
     def accuse(self, engine_id: EngineId, partner: EngineId, now: float, *, detail: str) -> None:
         """Another engine has verified itself and blames this one: it is to be verified, too."""

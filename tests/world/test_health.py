@@ -21,7 +21,7 @@ from narwhal_trio.testing import End, Link, SimClient, World, run_world
 from narwhal_trio.types import EngineId, Role
 from narwhal_trio.wire.stream import parse_address
 from tests.sim.fleet import CHAT, chat
-from tests.world.routers import Member, Site, site
+from tests.world.routers import CuttableStore, Member, Site, site
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -212,6 +212,7 @@ def test_an_engine_that_answers_but_cannot_take_over_kv_is_not_taken_back() -> N
             assert states(a) == {"d1": "ejected liveness"}
             assert rule.hits >= 3
             assert health(a).probed["d1", "inference", "failed"] >= 3
+            assert len(events(a, "engine_probe")) == 1, "told once, however often it is tried"
             s.engines["d1"].faults.clear()
             await trio.sleep(6)
             assert states(a) == {}
@@ -273,6 +274,26 @@ def test_engines_that_hang_delay_a_start_by_two_seconds_at_most() -> None:
             assert (await s.ask("a")).status == 200
 
     run_world(main, 6)
+
+
+def test_a_router_that_takes_over_sees_at_once_that_nobody_is_there(tmp_path: Path) -> None:
+    async def main(world: World) -> None:
+        async with site(world, 1, 1) as s:
+            path = tmp_path / "lease"
+            lease = {"backend": "file", "lease_path": str(path)}
+            a = await s.router("a", store=CuttableStore(path), ha=lease | {"router_id": "a"})
+            b = await s.router("b", store=CuttableStore(path), ha=lease | {"router_id": "b"})
+            assert (a.serving, b.serving) == (True, False)
+            for engine in s.engines.values():
+                engine.kill()
+            await a.kill()
+            while not b.serving:
+                await trio.sleep(0.01)
+            await trio.sleep(0.05)
+            reason = (await s.get("b", "/ready")).json()["reason"]
+            assert reason == "no available engines (p0 ejected: liveness, d0 ejected: liveness)"
+
+    run_world(main, 19)
 
 
 # ---- suspicion
