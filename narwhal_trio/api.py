@@ -24,23 +24,24 @@ from narwhal_trio.edge.listen import serve
 from narwhal_trio.edge.memory import MemoryInbound, MemorySink
 from narwhal_trio.edge.routes import Application
 from narwhal_trio.edge.settings import EdgeState
+from narwhal_trio.embedding import EventStream, RequestFailed
 from narwhal_trio.observe.accounting import Accounting
 from narwhal_trio.observe.journal import Journal
 from narwhal_trio.protocol.identity import Authenticator
-from narwhal_trio.protocol.sse import SseParser
 from narwhal_trio.router.core import RouterCore
 from narwhal_trio.router.request import RequestRun
 from narwhal_trio.types import AbortCause, Endpoint, RequestId
+from narwhal_trio.wire.poller import poll_sockets
 from narwhal_trio.wire.stream import SocketDialer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
     from pathlib import Path
-    from typing import Self
 
     from narwhal_trio.edge.listen import Listener
     from narwhal_trio.ha.lease import LeaseStore
     from narwhal_trio.observe.journal_file import LineFile
+    from narwhal_trio.wire.poller import Poller
     from narwhal_trio.wire.stream import Dialer
 
 __all__ = ["EventStream", "RequestFailed", "Router", "open_router"]
@@ -51,94 +52,14 @@ _EXIT_S = 5.0
 """Longest time for which leaving `open_router` waits for requests of other tasks to come to their end."""
 
 
-class RequestFailed(Exception):  # noqa: N818 - the pinned name of the embedding API
-    """A request that did not complete: the row of the outcome table, as a client would have read it.
-
-    status: HTTP status, or the one that a failure after the start of a stream would have had as its reason (200).
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        type: str,  # noqa: A002 - the envelope's own name
-        code: str | None,
-        param: str | None,
-        headers: Mapping[str, str],
-    ) -> None:
-        super().__init__(f"{status} {type}{f'/{code}' if code else ''}: {message}")
-        self.status = status
-        self.message = message
-        self.type = type
-        self.code = code
-        self.param = param
-        self.headers = dict(headers)
-
-    @classmethod
-    def of_body(cls, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> RequestFailed:
-        try:
-            error = msgspec.json.decode(body)["error"]
-            text = (str(error["message"]), str(error["type"]), error["code"], error["param"])
-        except (msgspec.DecodeError, KeyError, TypeError):
-            text = ("the request failed", "internal_error", None, None)
-        message, kind, code, param = text
-        return cls(
-            status, message, kind, code, param, {name.decode(): value.decode("latin-1") for name, value in headers}
-        )
-
-
-class EventStream:
-    """Events of one running request, as decoded engine objects. Iterate it inside its `async with router.stream(...)` block.
-
-    Ends after the engine's `[DONE]`. Raises `RequestFailed` for a refusal and for a failure after the first event.
-    """
-
-    def __init__(self, sink: MemorySink) -> None:
-        self._sink = sink
-        self._parser = SseParser(1 << 30)
-        self._ready: list[dict[str, Any]] = []
-        self._done = False
-
-    @property
-    def request_id(self) -> str | None:
-        """The router's id of this request, once its response has begun."""
-        return next((value.decode() for name, value in self._sink.headers if name == b"x-request-id"), None)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> dict[str, Any]:
-        while not self._ready:
-            if self._done:
-                raise StopAsyncIteration
-            await self._fill()
-        event = self._ready.pop(0)
-        if "error" in event:
-            self._done, self._ready = True, []
-            raise RequestFailed.of_body(200, msgspec.json.encode(event), self._sink.headers)
-        return event
-
-    async def _fill(self) -> None:
-        status = await self._sink.wait_head()
-        if status != 200:
-            raise RequestFailed.of_body(status, await self._sink.body(), self._sink.headers)
-        data = await self._sink.receive()
-        if data is None:
-            self._done = True
-            return
-        for event in self._parser.feed(data):
-            payload = bytes(event.data)
-            if payload == b"[DONE]":
-                self._done = True
-            elif payload:
-                self._ready.append(msgspec.json.decode(payload))
-
-
 class Router:
     """An open router. Made by `open_router`; unusable once that block has been left."""
 
-    def __init__(self, core: RouterCore, control: ControlPlane, *, admin_key: str) -> None:
+    def __init__(
+        self, core: RouterCore, control: ControlPlane, *, admin_key: str, poller: Poller | None = None
+    ) -> None:
         self.core = core
+        self._poller = poller
         self.control = control
         self.edge_state = EdgeState()
         self._app = Application(core, control, admin_key=admin_key)
@@ -164,6 +85,8 @@ class Router:
         Raises `OSError` for an address that can't be used.
         """
         front = binds if isinstance(binds, Front) else await open_front(self.config, binds)
+        for listener in front.listeners:
+            listener.poller = self._poller
         async with trio.open_nursery() as nursery:
             await nursery.start(
                 partial(serve, front.listeners, self._app, front.settings, self.edge_state, tls=front.tls)
@@ -291,7 +214,9 @@ async def open_router(
     if not isinstance(config, RouterConfig):
         config = load_config(config, environ=environ)
     credentials = read_credentials(config, environ)
-    dialer = SocketDialer() if dialer is None else dialer
+    sockets = SocketDialer() if dialer is None else None
+    dialer = sockets or dialer
+    assert dialer is not None
     prepared = prepare(config, dialer, lease=lease, threads=threads)
     artifacts = read_artifacts(config)
     for note in artifacts.notes:
@@ -308,6 +233,9 @@ async def open_router(
         trio.open_nursery() as nursery,
     ):
         await nursery.start(journal.run)
+        poller: Poller | None = None
+        if sockets is not None:
+            poller = sockets.poller = await nursery.start(poll_sockets)
         core = RouterCore(
             config,
             dialer,
@@ -328,7 +256,7 @@ async def open_router(
         await nursery.start(core.releases.run)
         await nursery.start(control.run)
         try:
-            yield Router(core, control, admin_key=credentials.admin_key)
+            yield Router(core, control, admin_key=credentials.admin_key, poller=poller)
         except Exception as exc:
             failure = exc
         finally:

@@ -23,6 +23,13 @@ class Lifetime:
         self._cause: AbortCause | None = None
         self._caused_at: float | None = None
 
+    def adopt(self, scope: trio.CancelScope) -> None:
+        """Let `scope`, which the caller has just entered, do the work of the one not entered so far: a nursery brings its own."""
+        scope.deadline = self.scope.deadline
+        if self.scope.cancel_called:
+            scope.cancel()
+        self.scope = scope
+
     @property
     def deadline_at(self) -> float:
         return self.scope.deadline

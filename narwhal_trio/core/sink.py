@@ -6,6 +6,7 @@ Edges (our HTTP/1.1 server, the ASGI adapter, the in-process client) implement b
 from __future__ import annotations
 
 import abc
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -65,6 +66,13 @@ class Inbound(abc.ABC):
     async def wait_client_gone(self) -> None:
         """Return once the client has gone (EOF, reset, half-close). Runs as a child task for the request's whole life."""
 
+    def on_client_gone(self, call: Callable[[], None] | None) -> bool:  # noqa: ARG002 - for implementations
+        """As a task in `wait_client_gone`, without the task: `call` is run once the client has gone. None ends that.
+
+        False: this edge cannot tell that way, or no longer.
+        """
+        return False
+
 
 class Sink(abc.ABC):
     """Where one response goes. Every write waits for the client and is cancellable; none has a time limit of its own.
@@ -89,21 +97,38 @@ class Sink(abc.ABC):
     async def write(self, data: bytes) -> None:
         """Send body bytes of a streamed response, as they are; returns when the transport has taken them all."""
 
-    _unwritten: bytes = b""
+    # What needs no waiting needs no coroutine and no timer. Each of these does as its namesake, as far as the client takes it at once;
+    # False if something is left: then `flush` must be awaited before anything else. They raise what their namesakes raise.
+
+    _rest: Callable[[], Awaitable[None]] | None = None
+
+    def respond_nowait(self, status: int, headers: Headers, body: bytes) -> bool:
+        self._rest = partial(self.respond, status, headers, body)
+        return False
+
+    def start_nowait(self, status: int, headers: Headers) -> bool:
+        self._rest = partial(self.start, status, headers)
+        return False
 
     def write_nowait(self, data: bytes) -> bool:
-        """As `write`, as far as that needs no waiting. False if something is left: then `flush` must be awaited before anything else.
+        self._rest = partial(self.write, data)
+        return False
 
-        For relays: what a client takes at once costs neither a coroutine nor a timer. Raises what `write` raises.
-        """
-        self._unwritten = data
+    def finish_nowait(self, data: bytes) -> bool:
+        """`write` of the last bytes, possibly none, and `finish`."""
+        self._rest = partial(self._write_and_finish, data)
         return False
 
     async def flush(self) -> None:
-        """Send what `write_nowait` left."""
-        data, self._unwritten = self._unwritten, b""
+        """Send what one of these has left."""
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            await rest()
+
+    async def _write_and_finish(self, data: bytes) -> None:
         if data:
             await self.write(data)
+        await self.finish()
 
     @abc.abstractmethod
     async def finish(self) -> None:

@@ -48,8 +48,11 @@ async def serve_connection(
     """
     if peer is None:
         peer = getattr(stream, "peer_ip", "unknown")
-    with state.connection(stream, peer):
-        await run_connection(stream, app, settings, state, peer=peer, hand_over=hand_over)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(state.end_idle, settings.keepalive_timeout_s, name="end idle connections")
+        with state.connection(stream, peer):
+            await run_connection(stream, app, settings, state, peer=peer, hand_over=hand_over)
+        nursery.cancel_scope.cancel()
 
 
 async def run_connection(
@@ -61,7 +64,7 @@ async def run_connection(
     peer: str,
     hand_over: HandOver | None,
 ) -> None:
-    """As `serve_connection`, inside a block of `EdgeState.connection` that the caller has opened."""
+    """As `serve_connection`, inside a block of `EdgeState.connection` and beside `EdgeState.end_idle`, which the caller has begun."""
     await _Connection(stream, app, settings, state, peer=peer, hand_over=hand_over).run()
 
 
@@ -85,6 +88,7 @@ class _Connection:
         self.reader = ConnectionReader(stream)
         self.heads = HeadReader(settings)
         self.requests = 0
+        self.ended_idle = False
 
     async def run(self) -> None:
         while True:
@@ -111,47 +115,40 @@ class _Connection:
         """The next request head, or None when the connection ends before one begins."""
         reader, settings = self.reader, self.settings
         buffer = reader.buffer
+        if self.requests and not buffer:
+            await self._wait_idle()
         found = find_head(buffer, settings) if buffer else None
+        if found is None and not reader.eof:
+            with trio.move_on_after(settings.head_timeout_s):
+                while found is None and not reader.eof:
+                    await reader.fill()
+                    found = find_head(buffer, settings)
         if found is None:
-            wait = settings.keepalive_timeout_s if self.requests and not buffer else settings.head_timeout_s
-            scope = trio.CancelScope(deadline=trio.current_time() + wait)
-            idle = bool(self.requests) and not buffer
-            if idle:
-                self.state.became_idle(scope)
-            try:
-                with scope:
-                    while found is None and not reader.eof:
-                        await reader.fill(patient=idle)
-                        found = find_head(buffer, settings)
-                        if idle and buffer:
-                            idle = False
-                            self.state.no_longer_idle(scope)
-                            if found is None:
-                                scope.deadline = trio.current_time() + settings.head_timeout_s
-            finally:
-                if idle:
-                    self.state.no_longer_idle(scope)
-            if found is None:
-                if idle and self._late_bytes():
-                    return await self._next_head()
-                if buffer and not reader.eof:
-                    raise HeadFault(408, f"the request head took longer than {settings.head_timeout_s:g} s")
-                return None
+            if buffer and not reader.eof:
+                raise HeadFault(408, f"the request head took longer than {settings.head_timeout_s:g} s")
+            return None
         start, end = found
         raw = bytes(buffer[start:end])
         del buffer[:end]
         return raw
 
-    def _late_bytes(self) -> bool:
-        """Whether a request had already arrived when the idle connection was given up: then it is served, not lost."""
-        if self.reader.eof:
-            return False
+    async def _wait_idle(self) -> None:
+        """Until the next request begins, or the connection is ended: by the client, or by us (`end_idle`)."""
+        reader = self.reader
+        self.state.became_idle(self)
         try:
-            data = self.stream.receive_nowait()
-        except (trio.WouldBlock, trio.BrokenResourceError, trio.ClosedResourceError):
-            return False
-        self.reader.buffer += data
-        return bool(data)
+            while not (reader.buffer or reader.eof):
+                await reader.fill(patient=True)
+        finally:
+            self.state.no_longer_idle(self)
+
+    def end_idle(self) -> bool:
+        """See `IdleConnection`."""
+        if self.ended_idle or self.stream.input_waiting():
+            return False  # a request had already arrived when the connection was given up: then it is served, not lost
+        self.ended_idle = True
+        self.stream.close_now()
+        return True
 
     # -- other protocols
 

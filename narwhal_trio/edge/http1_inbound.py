@@ -13,6 +13,8 @@ from narwhal_trio.edge.replay import ReplayStream
 from narwhal_trio.wire.base import MAX_RECEIVE
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from narwhal_trio.edge.http1_head import Head
     from narwhal_trio.edge.http1_sink import Http1Sink
     from narwhal_trio.edge.settings import EdgeSettings
@@ -181,6 +183,16 @@ class Http1Inbound(Inbound):
                     await reader.wait_change()
         finally:
             self._watchers -= 1
+
+    def on_client_gone(self, call: Callable[[], None] | None) -> bool:
+        if call is None:
+            return self._stream.watch_end(None)
+
+        def gone() -> None:
+            self._reader.lost()
+            call()
+
+        return not self._reader.eof and self._stream.watch_end(gone)
 
     # -- for the connection
 

@@ -93,19 +93,23 @@ class Http1Sink(EdgeSink):
         self._mute = False
         """The response has no body bytes (HEAD, 204, 304)."""
         self._burst = 0
+        self._unwritten: bytes | memoryview = b""
+        """What the transport did not take of the last `..._nowait`."""
+        self._ending = False
+        """With it the response ends."""
 
     async def respond(self, status: int, headers: Headers, body: bytes) -> None:
-        self.begin()
-        framing = self._state.date_line() + self._connection_line(whole=True)
-        if _bodiless(status):
-            body = b""
-        else:
-            framing += b"content-length: %d\r\n" % len(body)
-        head = encode_head(status, headers, framing)
-        await self._send(head if self._head_only else head + body)
+        await self._send(self._whole(status, headers, body))
         self.ended = True
 
+    def respond_nowait(self, status: int, headers: Headers, body: bytes) -> bool:
+        return self._send_nowait(self._whole(status, headers, body), last=True)
+
     async def start(self, status: int, headers: Headers) -> None:
+        self.start_nowait(status, headers)
+        await self._check_cancelled()
+
+    def start_nowait(self, status: int, headers: Headers) -> bool:
         self.begin()
         framing = self._state.date_line() + self._connection_line(whole=False)
         self._mute = self._head_only or _bodiless(status)
@@ -115,7 +119,7 @@ class Http1Sink(EdgeSink):
             else:
                 framing += _CHUNKED
         self._pending = encode_head(status, headers, framing)
-        await self._check_cancelled()
+        return True
 
     async def write(self, data: bytes) -> None:
         framed = self._framed(data)
@@ -124,26 +128,32 @@ class Http1Sink(EdgeSink):
 
     def write_nowait(self, data: bytes) -> bool:
         framed = self._framed(data)
-        if not framed:
-            return True
-        self.committed = True
-        self._pending = b""
-        self.clean = False
-        try:
-            sent = self._stream.send_nowait(framed)
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            self._lost()
-            raise
-        if sent != len(framed):
-            self._unwritten = framed[sent:]
-            return False
-        self.clean = True
-        return True
+        return not framed or self._send_nowait(framed)
+
+    async def finish(self) -> None:
+        data = self._end_of(b"")
+        if data:
+            await self._send(data)
+        self.ended = True
+
+    def finish_nowait(self, data: bytes) -> bool:
+        return self._send_nowait(self._end_of(data), last=True)
 
     async def flush(self) -> None:
         data, self._unwritten = self._unwritten, b""
         if data:
             await self._put(data)
+        self.ended = self.ended or self._ending
+
+    def _whole(self, status: int, headers: Headers, body: bytes) -> bytes:
+        self.begin()
+        framing = self._state.date_line() + self._connection_line(whole=True)
+        if _bodiless(status):
+            body = b""
+        else:
+            framing += b"content-length: %d\r\n" % len(body)
+        head = encode_head(status, headers, framing)
+        return head if self._head_only else head + body
 
     def _framed(self, data: bytes) -> bytes:
         """Body bytes as they go out, the head in front of the first of them; b"" where there is nothing to send."""
@@ -153,14 +163,10 @@ class Http1Sink(EdgeSink):
             return pending if data else b""
         return pending + data if self._raw else b"%b%x\r\n%b\r\n" % (pending, len(data), data)
 
-    async def finish(self) -> None:
-        self.check_open()
-        data = self._pending
-        if not (self._mute or self._raw):
-            data += _LAST_CHUNK
-        if data:
-            await self._send(data)
-        self.ended = True
+    def _end_of(self, data: bytes) -> bytes:
+        """As `_framed`, with the end of the response behind it and the head before it in any case."""
+        framed = self._framed(data) or self._pending
+        return framed if self._mute or self._raw else framed + _LAST_CHUNK
 
     def abort(self) -> None:
         if not self.aborted:
@@ -190,13 +196,30 @@ class Http1Sink(EdgeSink):
                 self.restart()  # nothing has been handed over: whoever cancelled may answer something else
             raise
 
+    def _send_nowait(self, data: bytes, *, last: bool = False) -> bool:
+        self.committed = True
+        self._pending = b""
+        self.clean = False
+        try:
+            sent = self._stream.send_nowait(data)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            self._lost()
+            raise
+        self._ending = last
+        if sent != len(data):
+            self._unwritten = memoryview(data)[sent:]
+            return False
+        self.clean = True
+        self.ended = last
+        return True
+
     async def _send(self, data: bytes) -> None:
         await self._check_cancelled()
         self.committed = True
         self._pending = b""
         await self._put(data)
 
-    async def _put(self, data: bytes) -> None:
+    async def _put(self, data: bytes | memoryview) -> None:
         # Whatever leaves this block early, a cancellation too, leaves `clean` False: part of `data` may be on its way.
         self.clean = False
         try:

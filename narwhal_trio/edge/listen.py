@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from narwhal_trio.core.sink import App
     from narwhal_trio.edge.settings import EdgeSettings, EdgeState
     from narwhal_trio.wire.base import Stream
+    from narwhal_trio.wire.poller import Poller
 
 __all__ = ["Listener", "SocketListener", "open_listeners", "serve", "server_context"]
 
@@ -69,13 +70,18 @@ class Listener(Protocol):
 class _AcceptedStream(SocketStream):
     __slots__ = ("peer_ip",)
 
-    def __init__(self, sock: socket.socket, peer_ip: str) -> None:
-        super().__init__(sock)
+    def __init__(self, sock: socket.socket, peer_ip: str, poller: Poller | None) -> None:
+        super().__init__(sock, poller)
         self.peer_ip = peer_ip
 
 
 class SocketListener:
-    """One listening socket. `bind` is where it really listens (with the port that was found for port 0)."""
+    """One listening socket. `bind` is where it really listens (with the port that was found for port 0).
+
+    poller: of the connections accepted from now on.
+    """
+
+    poller: Poller | None = None
 
     def __init__(self, sock: socket.socket, bind: Bind, *, tls: bool = False) -> None:
         sock.setblocking(False)
@@ -108,7 +114,7 @@ class SocketListener:
                 self._streak = 0
                 await trio.lowlevel.wait_readable(self._sock)
                 continue
-            return _AcceptedStream(sock, "" if self.bind.unix else address[0])
+            return _AcceptedStream(sock, "" if self.bind.unix else address[0], self.poller)
 
     def close_now(self) -> None:
         """Stop listening and remove the socket file, unless somebody else has put another one in its place. Idempotent."""
@@ -240,14 +246,17 @@ async def serve(
     """
     server = _Server(app, settings, state, tls)
     try:
-        async with trio.open_nursery() as connections:
-            async with trio.open_nursery() as accepting:
-                state.on_stop(accepting.cancel_scope.cancel)
+        async with trio.open_nursery() as idle:
+            idle.start_soon(state.end_idle, settings.keepalive_timeout_s, name="end idle connections")
+            async with trio.open_nursery() as connections:
+                async with trio.open_nursery() as accepting:
+                    state.on_stop(accepting.cancel_scope.cancel)
+                    for listener in listeners:
+                        accepting.start_soon(server.accept_loop, listener, connections, name="accept loop")
+                    task_status.started()
                 for listener in listeners:
-                    accepting.start_soon(server.accept_loop, listener, connections, name="accept loop")
-                task_status.started()
-            for listener in listeners:
-                listener.close_now()
+                    listener.close_now()
+            idle.cancel_scope.cancel()
     finally:
         for listener in listeners:
             listener.close_now()

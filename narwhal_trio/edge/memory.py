@@ -11,6 +11,8 @@ from narwhal_trio.edge.body import BodyCollector
 from narwhal_trio.edge.contain import EdgeSink
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from narwhal_trio.core.sink import Headers
 
 __all__ = ["MemoryInbound", "MemorySink"]
@@ -39,6 +41,7 @@ class MemoryInbound(Inbound):
         self.arrived_at = trio.current_time()
         self._body = body
         self._gone = trio.Event()
+        self._on_gone: Callable[[], None] | None = None
 
     async def read_body(self, limit: int) -> bytes:
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -52,6 +55,13 @@ class MemoryInbound(Inbound):
     def leave(self) -> None:
         """The client goes away: `wait_client_gone` returns. Synchronous, idempotent."""
         self._gone.set()
+        call, self._on_gone = self._on_gone, None
+        if call is not None:
+            call()
+
+    def on_client_gone(self, call: Callable[[], None] | None) -> bool:
+        self._on_gone = call
+        return not self._gone.is_set()
 
     @property
     def gone(self) -> bool:

@@ -21,6 +21,9 @@ class ReplayStream(Stream):
         """The stream underneath."""
         return self._stream
 
+    def input_waiting(self) -> bool:
+        return bool(self._data) or self._stream.input_waiting()
+
     async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
         if self._data:
             await trio.lowlevel.checkpoint()

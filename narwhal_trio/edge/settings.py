@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager
 from email.utils import formatdate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import attrs
 import structlog
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from narwhal_trio.wire.base import Stream
 
-__all__ = ["EdgeSettings", "EdgeState", "EdgeStatistics"]
+__all__ = ["EdgeSettings", "EdgeState", "EdgeStatistics", "IdleConnection"]
 
 log = structlog.get_logger(__name__)
 
@@ -76,6 +76,14 @@ class EdgeStatistics:
     draining: bool
 
 
+class IdleConnection(Protocol):
+    """What an edge keeps of a connection that waits for its next request."""
+
+    def end_idle(self) -> bool:
+        """End it, unless a request has arrived by now; returns whether this call did. Synchronous."""
+        ...
+
+
 class EdgeState:
     """Counters, the idle connections and the drain switch of one edge. All methods are synchronous."""
 
@@ -93,8 +101,8 @@ class EdgeState:
         self._quiet_until = float("-inf")
         self.closed_one = trio.lowlevel.ParkingLot()
         """Accept loops wait here for a connection to end."""
-        # Idle scopes in the order in which they became idle: the longest idle one gives way at the connection limit.
-        self._idle: dict[trio.CancelScope, None] = {}
+        # In the order in which they became idle: the longest idle one gives way at the connection limit.
+        self._idle: dict[IdleConnection, float] = {}
         self._on_drain: list[Callable[[], None]] = []
         self._on_stop: list[Callable[[], None]] = []
         self._date_second = -1
@@ -121,8 +129,8 @@ class EdgeState:
         if self.draining:
             return
         self.draining = True
-        for scope in list(self._idle):
-            scope.cancel("draining")
+        for connection in list(self._idle):
+            connection.end_idle()
         for call in self._on_drain:
             call()
 
@@ -172,22 +180,30 @@ class EdgeState:
                 "connection ended by a fault of ours", peer=peer, faults=self.faults, traceback=traceback_of(group)
             )
 
-    def became_idle(self, scope: trio.CancelScope) -> None:
-        """The connection that waits in `scope` may be ended by cancelling it."""
-        self._idle[scope] = None
+    def became_idle(self, connection: IdleConnection) -> None:
+        """`connection` waits for its next request and may be ended."""
+        self._idle[connection] = trio.current_time()
         if self.draining:
-            scope.cancel("draining")
+            connection.end_idle()
 
-    def no_longer_idle(self, scope: trio.CancelScope) -> None:
-        self._idle.pop(scope, None)
+    def no_longer_idle(self, connection: IdleConnection) -> None:
+        self._idle.pop(connection, None)
 
     def close_longest_idle(self) -> bool:
         """Make room by ending the connection that has been idle for longest; False if none is idle."""
-        for scope in self._idle:
-            if not scope.cancel_called:
-                scope.cancel("connection limit")
-                return True
-        return False
+        return any(connection.end_idle() for connection in self._idle)
+
+    async def end_idle(self, timeout_s: float) -> None:
+        """End each connection that has been idle for `timeout_s`, until cancelled. One task instead of a timer for each of them."""
+        while True:
+            now = trio.current_time()
+            due = now + timeout_s  # nothing can be due before that if nothing is idle now
+            for connection, since in list(self._idle.items()):
+                if since + timeout_s > now:
+                    due = since + timeout_s
+                    break
+                connection.end_idle()
+            await trio.sleep_until(due)
 
     # -- the clock on the wall, which only the `date` header shows
 

@@ -114,6 +114,9 @@ class StreamSession:
         self._client = client
         self._peer = peer
         self._running: dict[str, RequestRun] = {}
+        self._unsaid = 0
+        """Requests whose last frame has not been sent."""
+        self._said = trio.lowlevel.ParkingLot()
         self._socket: _Socket
 
     async def __call__(self, connection: WebSocketConnection, stream: Stream) -> None:
@@ -130,6 +133,8 @@ class StreamSession:
     async def _close_on_drain(self) -> None:
         await self._core.drain_begun.wait()
         await self._core.wait_idle()
+        while self._unsaid:
+            await self._said.park()
         await self._socket.close(_SERVICE_RESTART, "the router is draining")
 
     # -- frames from the client
@@ -181,6 +186,7 @@ class StreamSession:
             sink = MemorySink()
             run = RequestRun(self._core, endpoint, inbound, sink, client=self._client)
             self._running[key] = run
+            self._unsaid += 1
             requests.start_soon(self._request, key, run, sink, name=f"websocket request {run.rid}")
 
     # -- frames to the client
@@ -195,10 +201,14 @@ class StreamSession:
                 if not ended:
                     run.lifetime.abort(AbortCause.CLIENT)
             # The request has ended before its last frame says so.
-        finally:
             del self._running[key]
-        if ended is not True and isinstance(ended, bytes):
-            await self._socket.send(ended)
+            if isinstance(ended, bytes):
+                await self._socket.send(ended)
+        finally:
+            if self._running.get(key) is run:
+                del self._running[key]
+            self._unsaid -= 1
+            self._said.unpark_all()
 
     async def _pump(self, key: str, run: RequestRun, sink: MemorySink) -> bytes | bool:
         """Forward the response; returns the last frame to send, or False if the socket is gone."""

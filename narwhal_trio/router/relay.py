@@ -91,6 +91,22 @@ class _Relay:
         """`sink.write_nowait` took only a part."""
         self.gone = False
         """`sink.write_nowait` found the client gone."""
+        self.out = b""
+        """What `_step` leaves for `pump` to write."""
+        self.started = False
+        self.ended = False
+        self.counted = 0
+        self.now = 0.0
+        """Instant of the latest read."""
+        self.asked_at = 0.0
+        """Instant from which it was waited for."""
+        self.behind = False
+        """The client did, and what the engine has sent meanwhile is still being read: no gap between its tokens is true."""
+        self.last_at: float | None = None
+        """Instant of the last read with output, unless the client kept us from reading since."""
+        self.held_s = 0.0
+        """For how long the client, or the gate, kept us from reading: per-token times are the engine's, so it does not count."""
+        self.quiet_until = 0.0
         self.gap_s = core.config.engine.decode_read_timeout_s or float("inf")
         self.first_token_s = core.first_token_timeout_s
         self.write_s = core.config.server.write_timeout_s
@@ -114,117 +130,159 @@ class _Relay:
             self.timer.deadline = trio.current_time() + self.first_token_s
 
     async def pump(self, exchange: Exchange) -> StreamFault | None:
-        """Fold engine reads and forward what the client may have, until `[DONE]`, the end of the body, or a fault."""
-        fold, timer = self.fold, self.timer
-        run, claim = self.run, self.claim
-        counted, started = 0, False
-        learns = self.identified
-        last_at: float | None = None  # of the last read with output, unless the client kept us from reading since
-        behind = False  # the client did, and what the engine has sent meanwhile is still being read: no gap between its tokens is true
-        gap_s, now = self.gap_s, 0.0
-        held_s = 0.0  # for which the client, or the gate, kept us from reading: per-token times are the engine's, so it does not count
+        """Forward what the client may have, until `[DONE]`, the end of the body, or a fault. Each read is one `_step`."""
+        fold = self.fold
         while True:
-            if started and (self.waiting is not _Wait.NEXT_BYTES or timer.deadline < now + gap_s):
-                # A moved deadline costs microseconds, so it is moved a little too far and then left alone for a while.
-                self.waiting = _Wait.NEXT_BYTES
-                timer.deadline = now + gap_s * _GAP_SLACK
-            asked_at = now
-            data = await exchange.receive()
-            now = trio.current_time()
-            out = (fold.end() if data is None else fold.feed(data, now - held_s)) or b""
-            if fold.output_started and not started:
-                started = True
-                await self._first_output(now)
+            if self.started:
+                self._await_next()
+            await exchange.drive(self._step)
+            await trio.lowlevel.checkpoint_if_cancelled()  # we have been woken, and may have been cancelled since
+            if fold.output_started and not self.started:
+                self.started = True
+                self._first_output()
                 if self.gate is not None:
+                    await self.gate.wait()  # never forward decode output before prefill is known good
                     opened_at = trio.current_time()
-                    held_s += opened_at - now
-                    now = opened_at
-            if fold.ledger.count != counted:
-                fresh = fold.ledger.count - counted
-                counted += fresh
-                claim.grow(fresh)
-                run.core.accounting.tokens_observed(run.record, fresh)
-                if last_at is not None:
-                    run.core.policy.on_tokens(claim.engine, fresh, now - last_at, now)
-                    last_at = now
-                elif learns and not (behind and now - asked_at < _CAUGHT_UP_S):
-                    last_at, behind = now, False
-            if out and not (started and self._write_nowait(out)):
-                await self._write(out)
+                    self.held_s += opened_at - self.now
+                    self.now = opened_at
+                self.run.phase = Phase.STREAM
+                self._count()
+            if fold.done and fold.fault is None:
+                return None  # what is left to be written goes with the end of the response
+            if self.out:
+                out, self.out = self.out, b""
+                await self._deliver(out)
                 written_at = trio.current_time()
-                held_s += written_at - now
-                if written_at - now > _SLOW_CLIENT_S:
-                    last_at, behind = None, True  # the next gap is the client's doing, not the engine's
-                    run.client_held_s += written_at - now
-                now = written_at
-            if fold.done or fold.fault is not None or data is None:
+                self.held_s += written_at - self.now
+                if written_at - self.now > _SLOW_CLIENT_S:
+                    self.last_at, self.behind = None, True  # the next gap is the client's doing, not the engine's
+                    self.run.client_held_s += written_at - self.now
+                self.now = written_at
+            if fold.fault is not None or self.ended:
                 return fold.fault
 
-    async def _first_output(self, now: float) -> None:
-        run = self.run
+    def _step(self, data: bytes | None) -> bool:
+        """One read from the engine: fold, count, forward. None is the end of the body. False: `pump` has to go on.
+
+        May run in the poller's task: it neither waits nor looks at whose task it is.
+        """
+        fold = self.fold
+        self.asked_at = self.now
+        self.now = now = trio.current_time()
+        if data is None:
+            self.ended = True
+            out = fold.end()
+        else:
+            out = fold.feed(data, now - self.held_s)
+        if not self.started:
+            if out:
+                self.out = out
+            return not (fold.output_started or out or fold.done or fold.fault is not None or data is None)
+        self._count()
+        if fold.done or (out and not self._write_nowait(out)):
+            self.out = out or b""
+            return False
+        if fold.fault is not None or data is None:
+            return False
+        if self.quiet_until < now + self.gap_s:
+            self._await_next()
+        return True
+
+    def _await_next(self) -> None:
+        """From now on the timer bounds the silence of the engine."""
+        if self.waiting is not _Wait.NEXT_BYTES or self.quiet_until < self.now + self.gap_s:
+            # A moved deadline costs microseconds, so it is moved a little too far and then left alone for a while.
+            self.waiting = _Wait.NEXT_BYTES
+            self.timer.deadline = self.quiet_until = self.now + self.gap_s * _GAP_SLACK
+
+    def _count(self) -> None:
+        """Book the tokens of the latest read."""
+        fresh = self.fold.ledger.count - self.counted
+        if not fresh:
+            return
+        run, claim, now = self.run, self.claim, self.now
+        self.counted += fresh
+        claim.grow(fresh)
+        run.core.accounting.tokens_observed(run.record, fresh)
+        if self.last_at is not None:
+            run.core.policy.on_tokens(claim.engine, fresh, now - self.last_at, now)
+            self.last_at = now
+        elif self.identified and not (self.behind and now - self.asked_at < _CAUGHT_UP_S):
+            self.last_at, self.behind = now, False
+
+    def _first_output(self) -> None:
+        run, now = self.run, self.now
         run.record.mark("first_token", now)
         run.accept_handoff()
         prefilled = run.record.milestones.get("prefilled")
         if prefilled is not None:
             run.core.policy.on_first_token(self.claim.engine, max(0.0, now - run.arrived_at - prefilled), now)
-        if self.gate is not None:
-            await self.gate.wait()  # never forward decode output before prefill is known good
-        run.phase = Phase.STREAM
 
     def _write_nowait(self, out: bytes) -> bool:
-        """The usual case: the response has begun and the client takes everything at once. False: `_write` has to finish the job."""
-        sink = self.run.sink
+        """The usual case: the response has begun and the client takes everything at once. False: `_deliver` has to finish the job."""
         if not self.run.output_sent:
             return False
         try:
-            if sink.write_nowait(out):
+            if self.run.sink.write_nowait(out):
                 return True
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             self.gone = True
         self.left = True
         return False
 
-    async def _write(self, out: bytes) -> None:
+    async def _deliver(self, out: bytes, *, last: bool = False) -> None:
+        """Forward `out`: the first of it after the response's head, the last of it with its end. The timer bounds waiting alone."""
         run, sink = self.run, self.run.sink
-        self.waiting = _Wait.CLIENT
-        self.timer.deadline = trio.current_time() + self.write_s
         try:
-            if not run.output_sent:
-                run.output_sent = True
-                if run.keepalive is not None:
-                    await run.keepalive.stop()
-            if not sink.committed:
-                run.streaming = True
-                await sink.start(200, [*STREAM_HEADERS, *run.response_headers(), *server_timing(run.record)])
             if self.gone:
                 await run.client_lost()
             if self.left:
                 self.left = False
-                await sink.flush()
+                await self._flush()
             else:
-                await sink.write(out)
+                if not run.output_sent:
+                    run.output_sent = True
+                    if run.keepalive is not None:
+                        self._await_client()
+                        await run.keepalive.stop()
+                if not sink.committed:
+                    run.streaming = True
+                    headers = [*STREAM_HEADERS, *run.response_headers(), *server_timing(run.record)]
+                    if not sink.start_nowait(200, headers):
+                        await self._flush()
+                if not (sink.finish_nowait(out) if last else sink.write_nowait(out)):
+                    await self._flush()
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             await run.client_lost()
 
     async def finish(self) -> None:
         """Deliver the end of the response: the last chunk of a stream, or the whole assembled answer."""
         run, sink, fold = self.run, self.run.sink, self.fold
+        if isinstance(fold, AssemblyFold):
+            run.phase = Phase.WRITE
+            assert run.work is not None
+            body = fold.response(run.work.input_tokens)
+            if fold.fault is not None:
+                return
+            headers = [(b"content-type", b"application/json"), *run.response_headers(), *server_timing(run.record)]
+            try:
+                if not sink.respond_nowait(200, headers, body):
+                    await self._flush()
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                await run.client_lost()
+        else:
+            out, self.out = self.out, b""
+            await self._deliver(out, last=True)
+        run.answered = True
+
+    async def _flush(self) -> None:
+        self._await_client()
+        await self.run.sink.flush()
+
+    def _await_client(self) -> None:
+        """From now on the timer bounds how long the client may take to read."""
         self.waiting = _Wait.CLIENT
         self.timer.deadline = trio.current_time() + self.write_s
-        try:
-            if isinstance(fold, AssemblyFold):
-                run.phase = Phase.WRITE
-                assert run.work is not None
-                body = fold.response(run.work.input_tokens)
-                if fold.fault is not None:
-                    return
-                headers = [(b"content-type", b"application/json"), *run.response_headers(), *server_timing(run.record)]
-                await sink.respond(200, headers, body)
-            else:
-                await sink.finish()
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            await run.client_lost()
-        run.answered = True
 
     def expired(self) -> Outcome | LegFailure:
         """What the timer was waiting for when it fired."""
@@ -281,18 +339,14 @@ async def relay(run: RequestRun, claim: Claim, leg: Leg, gate: PrefillGate | Non
                         transient=fault.transient,
                     )
                 run.core.health.leg_passed(engine, Evidence.DECODE)
-                # The client has everything. What is left of the engine's body is its terminating chunk.
-                state.timer.deadline = trio.current_time() + _TAIL_S
-                await _drain_tail(exchange)
+                if not exchange.complete:
+                    # The client has everything. What is left of the engine's body is its terminating chunk; whatever else comes costs
+                    # the connection, which is not kept then.
+                    state.timer.deadline = trio.current_time() + _TAIL_S
+                    await exchange.receive()
         except WireError as exc:
             if not run.answered:
                 return LegFailure.of_wire(exc, engine, run.phase, Role.DECODE)
     if run.answered:
         return Outcome(Condition.COMPLETED, phase=Phase.STREAM)
     return state.expired()
-
-
-async def _drain_tail(exchange: Exchange) -> None:
-    """Read the end of a finished stream's body. Whatever else comes costs the connection, which is not kept then."""
-    if not exchange.complete:
-        await exchange.receive()

@@ -1,7 +1,10 @@
 """One request from arrival to outcome, top to bottom.
 
-    run ── Lifetime scope ── request nursery ──┬── client watch
-                                               └── serve: body, validation, admission seat, attempts
+    run ── request nursery (its scope is the Lifetime) ── serve: body, validation, admission seat, attempts
+                                                        └─ helpers where needed: exact sizing, keep-alive comments, client watch
+
+The nursery's own cancel scope carries the deadline, so that there is one scope less. Edges that can tell of the client's end by a call
+need no watching task.
 
 Whatever ends the request, control leaves the nursery first (so every engine connection and seat is gone), then the client is told,
 then the books are settled once. Domain failures inside are `Refusal` exceptions of this task or `Outcome` values; an exception that
@@ -34,6 +37,8 @@ from narwhal_trio.scheduling.retry import RetryVerdict
 from narwhal_trio.types import AbortCause, Endpoint, EngineId, Phase, Role
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from narwhal_trio.core.sink import Headers, Inbound, Sink
     from narwhal_trio.protocol.tokens import TokenLedger
     from narwhal_trio.router.core import RouterCore
@@ -107,6 +112,7 @@ class RequestRun:
         self.retained = False
         self._client = client
         self._extra_headers = extra_headers or []
+        self._helpers: list[trio.CancelScope] = []
         self.ledgers: list[TokenLedger] = []
         self._bad_deadline: Refusal | None = None
         try:
@@ -132,11 +138,13 @@ class RequestRun:
         self.core.opened(self)
         decided: Outcome | None = None
         try:
-            with self.lifetime.scope:
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._watch_client, name=f"watch {self.rid}")
-                    decided = await self._serve(nursery)
-                    nursery.cancel_scope.cancel()
+            async with trio.open_nursery() as nursery:
+                self.lifetime.adopt(nursery.cancel_scope)
+                if not self.inbound.on_client_gone(self._client_gone):
+                    self._beside(nursery, self._watch_client, "watch")
+                decided = await self._serve(nursery)
+                for scope in self._helpers:
+                    scope.cancel()
             cause = self.lifetime.verdict
             if decided is None:
                 # The scope cut the body short, and says for whom; unless the client had everything by then.
@@ -152,8 +160,20 @@ class RequestRun:
             # Reached with Cancelled in flight too, when our host ends us: synchronous work only.
             if not self.answered and self.sink.committed:
                 self.sink.abort()
+            self.inbound.on_client_gone(None)
             settle(self)
         return self.outcome
+
+    def _beside(self, nursery: trio.Nursery, helper: Callable[[], Awaitable[None]], what: str) -> None:
+        """Run `helper` as a child task for as long as the request is being served."""
+
+        async def until_served() -> None:
+            with scope:
+                await helper()
+
+        scope = trio.CancelScope()
+        self._helpers.append(scope)
+        nursery.start_soon(until_served, name=f"{what} {self.rid}")
 
     async def _serve(self, nursery: trio.Nursery) -> Outcome:
         try:
@@ -163,10 +183,10 @@ class RequestRun:
             interval_s = self.core.config.server.keepalive_comment_s
             if interval_s and self.request is not None and self.request.stream:
                 self.keepalive = KeepAlive(self, interval_s)
-                nursery.start_soon(self.keepalive.run, name=f"keep-alive {self.rid}")
+                self._beside(nursery, self.keepalive.run, "keep-alive")
             if self.core.sizer.wanted(self):
                 self.sized = trio.Event()
-                nursery.start_soon(self._size, name=f"size {self.rid}")
+                self._beside(nursery, self._size, "size")
             with await admission_seat(self):
                 seated_at = trio.current_time()
                 try:
@@ -347,6 +367,9 @@ class RequestRun:
 
     async def _watch_client(self) -> None:
         await self.inbound.wait_client_gone()
+        self._client_gone()
+
+    def _client_gone(self) -> None:
         self.lifetime.abort(AbortCause.CLIENT)
 
     async def client_lost(self) -> None:

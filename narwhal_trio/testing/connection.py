@@ -13,6 +13,8 @@ from narwhal_trio.testing.pipe import Pipe
 from narwhal_trio.wire.base import Stream, receive_size
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from narwhal_trio.testing.network import SimNetwork
 
 __all__ = ["Endpoint", "Event", "Link", "LogEntry", "SimConnection", "SimStream"]
@@ -181,6 +183,9 @@ class SimStream(Stream):
                     return data
                 await _park(self._in.readable, self._in.next_at)
 
+    def input_waiting(self) -> bool:
+        return not self.closed and self._in.filled
+
     def receive_nowait(self, max_bytes: int | None = None) -> bytes:
         """As `Stream.receive_nowait`: what has arrived, or `trio.WouldBlock`."""
         with self._receiving:
@@ -200,6 +205,14 @@ class SimStream(Stream):
         if data == b"":
             self._note_end()
         return data
+
+    def watch_end(self, call: Callable[[], None] | None) -> bool:
+        # With latency somebody would have to wait for the end's arrival: a task, which is what callers then use.
+        latency = self._in.latency_s or self._out.latency_s
+        if call is not None and (self.closed or latency or self._in.ended):
+            return False
+        self._in.on_end = call
+        return True
 
     # ---- sending
 
@@ -276,6 +289,7 @@ class SimStream(Stream):
         now = trio.current_time()
         out, incoming = self._out, self._in
         incoming.reader_open = False
+        incoming.on_end = None
         if incoming.held:
             # Unread bytes, or bytes that will arrive at a closed socket, are answered with a reset.
             out.reset(max(now, incoming.drained_at) + out.latency_s)

@@ -14,6 +14,7 @@ import trio
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Callable
 
 __all__ = ["Pipe"]
 
@@ -49,6 +50,8 @@ class Pipe:
         self.delivered = 0
         """Bytes given to the reader so far."""
         self.reader_open = True
+        self.on_end: Callable[[], None] | None = None
+        """Called once when the end or a reset of this pipe, which must be without latency, reaches the reader."""
         self.readable = trio.lowlevel.ParkingLot()
         self.writable = trio.lowlevel.ParkingLot()
         self._chop = chop
@@ -94,6 +97,7 @@ class Pipe:
         if self._end_at == math.inf:
             self._end_at = self._arrival()
             self.readable.unpark_all()
+            self._tell_end()
 
     def reset(self, at: float) -> None:
         """Break the pipe at instant `at`: what has arrived by then may still be read, then reading raises."""
@@ -102,6 +106,7 @@ class Pipe:
             while self._segments and self._segments[-1][0] > at:
                 self._held -= len(self._segments.pop()[1])
             self.readable.unpark_all()
+            self._tell_end()
 
     def _arrival(self) -> float:
         if self.latency_s:
@@ -130,6 +135,11 @@ class Pipe:
         if now >= self._end_at:
             return b""
         return None
+
+    @property
+    def filled(self) -> bool:
+        """Whether bytes have arrived that were not read yet."""
+        return not self.stalled and bool(self._segments) and self._segments[0][0] <= trio.current_time()
 
     def _read(self, now: float, max_bytes: int) -> bytes:
         if self._chop is not None and max_bytes > 1 and self.flip():
@@ -186,3 +196,14 @@ class Pipe:
         self.stalled = False
         self.readable.unpark_all()
         self.writable.unpark_all()
+        self._tell_end()
+
+    @property
+    def ended(self) -> bool:
+        """Whether an end or a reset has reached the reader's side, perhaps behind unread bytes. Without latency only."""
+        return not self.stalled and (self._end_at < math.inf or self._reset_at < math.inf)
+
+    def _tell_end(self) -> None:
+        if self.ended and self.on_end is not None:
+            call, self.on_end = self.on_end, None
+            call()

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import abc
+from typing import TYPE_CHECKING
 
 import trio
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["MAX_RECEIVE", "Stream", "receive_size"]
 
@@ -24,6 +28,15 @@ class Stream(trio.abc.HalfCloseableStream):
     """
 
     __slots__ = ()
+
+    @property
+    def quiet(self) -> bool:
+        """True if it is known without asking the transport that there is nothing to receive, not even an end."""
+        return False
+
+    def input_waiting(self) -> bool:
+        """Whether bytes have arrived that nobody has received yet, as far as this stream can tell. An end does not count."""
+        return False
 
     @abc.abstractmethod
     def close_now(self) -> None:
@@ -47,6 +60,22 @@ class Stream(trio.abc.HalfCloseableStream):
         A stream that cannot tell raises `trio.WouldBlock`, which is what this default does.
         """
         raise trio.WouldBlock
+
+    async def attend(self, step: Callable[[], bool]) -> bool:  # noqa: ARG002 - for implementations
+        """Run `step` whenever there may be something to receive, until it returns False. `step` uses `receive_nowait` and never waits.
+
+        It runs where the readiness is noticed, which need not be the caller's task; what it raises comes out here. Not after the
+        caller was cancelled. False: this stream has no such way, nothing was called, and the caller receives by itself.
+        May return True without a last `step` when the stream can no longer tell; then, too, the caller goes on by itself.
+        """
+        return False
+
+    def watch_end(self, call: Callable[[], None] | None) -> bool:  # noqa: ARG002 - for implementations
+        """Have `call` run once when the peer has closed its side or the connection breaks, even behind unread bytes; None ends that.
+
+        False: this stream cannot tell, or its end has come already. Then a receive will tell.
+        """
+        return False
 
     async def aclose(self) -> None:
         self.close_now()

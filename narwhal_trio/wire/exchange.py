@@ -19,6 +19,7 @@ from narwhal_trio.wire.errors import ConnectFailed, ConnectionLost, MalformedRes
 from narwhal_trio.wire.response import ResponseParser
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
     from narwhal_trio.wire.address import Address
@@ -257,6 +258,51 @@ class Exchange:
             else:
                 raise self._lost("connection ended in the middle of the response")
         return None
+
+    async def drive(self, step: Callable[[bytes | None], bool]) -> None:
+        """Give each read's body bytes to `step`, None at the end of the body, until it returns False. Raises as `receive`.
+
+        `step` must not wait: where the stream can do that (`Stream.attend`) it runs without a switch to this task.
+        """
+
+        parser = self._parser
+        finished = False
+
+        def receive_and_step() -> bool:
+            nonlocal finished
+            assert stream is not None
+            try:
+                received = stream.receive_nowait(MAX_RECEIVE)
+            except trio.WouldBlock:
+                return True
+            except trio.BrokenResourceError as exc:
+                raise self._lost(str(exc)) from exc
+            if received:
+                body = self._feed(received)
+                if parser.complete:
+                    self._finish()
+                if body and not step(body):
+                    finished = True
+                    return False
+                # What is left to be said, an end or a fault, `receive` says.
+                return not parser.complete and parser.fault is None
+            if not parser.feed_eof():
+                raise self._lost("connection ended in the middle of the response")
+            self._finish()
+            return False
+
+        while True:
+            stream = self._stream
+            if (
+                stream is not None
+                and not (self._ready or parser.complete or parser.fault)
+                and await stream.attend(receive_and_step)
+            ):
+                if finished:
+                    return
+                continue
+            if not step(await self.receive()):
+                return
 
     async def read_all(self, limit: int) -> bytes:
         """The rest of the body, at most `limit` bytes. Raises `ResponseTooLarge` (the connection is then closed), else as `receive`."""

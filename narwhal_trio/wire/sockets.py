@@ -6,13 +6,17 @@ import errno
 import socket
 from typing import TYPE_CHECKING
 
+import outcome
 import trio
 from trio.lowlevel import checkpoint, checkpoint_if_cancelled, wait_readable, wait_writable
 
 from narwhal_trio.wire.base import MAX_RECEIVE, Stream, receive_size
+from narwhal_trio.wire.poller import Watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from narwhal_trio.wire.poller import Poller
 
 __all__ = ["SocketStream"]
 
@@ -22,15 +26,16 @@ _NOTSENT_LOWAT = 16384
 """Bytes below which the kernel calls a socket writable: it keeps what a slow peer has not yet taken out of our send queue."""
 
 
-class SocketStream(Stream):
+class SocketStream(Stream, Watched):
     """A connected stream socket (TCP or Unix). Takes over the socket; `socket` is for addresses and options only.
 
     trio's own `SocketStream` costs two checkpoints for each call; here a call that needn't wait costs one system call.
+    poller: tells when there is something to read, for as long as it runs; without one trio does.
     """
 
-    __slots__ = ("_closed", "_eof_sent", "_fd", "_recv", "_sending", "_streak", "socket")
+    __slots__ = ("_closed", "_eof_sent", "_fd", "_poller", "_recv", "_sending", "_streak", "socket")
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, poller: Poller | None = None) -> None:
         if sock.type != socket.SOCK_STREAM:
             msg = f"a stream socket is needed, not {sock.type!r}"
             raise ValueError(msg)
@@ -42,13 +47,25 @@ class SocketStream(Stream):
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _NOTSENT_LOWAT)
             except OSError:
                 pass  # the peer may have reset the connection already: the first receive will tell
+        Watched.__init__(self)
         self.socket = sock
         self._fd = sock.fileno()
-        self._recv: Callable[[int], bytes] = sock.recv
+        self._poller = poller if poller is not None and self._fd >= 0 and poller.watch(self._fd, self) else None
+        self._recv: Callable[..., bytes] = sock.recv
         self._streak = 0
         self._sending = False
         self._eof_sent = False
         self._closed = self._fd < 0
+
+    @property
+    def quiet(self) -> bool:
+        return not self.ready and self._poller is not None and not self._poller.closed and not self._closed
+
+    def input_waiting(self) -> bool:
+        try:
+            return bool(self._recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
         """As `trio.abc.ReceiveStream.receive_some`: tries to read first and waits only if nothing is there."""
@@ -57,9 +74,11 @@ class SocketStream(Stream):
         try:
             data = self._recv(size)
         except BlockingIOError:
+            self.ready = False
             return await self.receive_when_ready(size)
         except OSError as exc:
             raise self._translated(exc) from exc
+        self.ready = len(data) == size or self.ended
         self._streak += 1
         return data
 
@@ -68,24 +87,98 @@ class SocketStream(Stream):
         while True:
             if self._closed:
                 raise trio.ClosedResourceError(_CLOSED)
-            # The descriptor's number is safe to use: nobody closes the socket but `close_now`, which sets `_closed` and wakes us.
-            await wait_readable(self._fd)
+            if self._poller is None or self._poller.closed:
+                # The descriptor's number is safe to use: nobody closes the socket but `close_now`, which sets `_closed` and wakes us.
+                await wait_readable(self._fd)
+            elif self.ready:
+                await self._yield_if_due()
+                self._streak += 1
+            else:
+                await self._wait_ready()
+                self._streak = 0
             try:
                 data = self._recv(size)
             except BlockingIOError:
+                self.ready = False
                 continue
             except OSError as exc:
                 raise self._translated(exc) from exc
-            self._streak = 0
+            # A short read has emptied the buffer, so the kernel will tell of the next bytes. Of an end it may have told already.
+            self.ready = len(data) == size or self.ended
             return data
 
+    async def _wait_ready(self) -> None:
+        if self.on_ready is not None:
+            raise trio.BusyResourceError("another task is receiving on this stream")
+        task = trio.lowlevel.current_task()
+
+        def wake() -> None:
+            self.on_ready = None
+            trio.lowlevel.reschedule(task)
+
+        def abort(_raise_cancel: object) -> trio.lowlevel.Abort:
+            self.on_ready = None
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        self.on_ready = wake
+        await trio.lowlevel.wait_task_rescheduled(abort)
+
+    async def attend(self, step: Callable[[], bool]) -> bool:
+        if self._poller is None or self._poller.closed:
+            return False
+        if self.on_ready is not None:
+            raise trio.BusyResourceError("another task is receiving on this stream")
+        await self._yield_if_due()
+        if self.ready and not step():
+            self._streak += 1
+            return True
+        self._streak = 0
+        task = trio.lowlevel.current_task()
+        poller = self._poller
+
+        def run_step() -> None:
+            try:
+                more = not self._closed and step()
+            except BaseException as exc:
+                if self.on_ready is run_step:
+                    self.on_ready = None
+                    trio.lowlevel.reschedule(task, outcome.Error(exc))
+                return
+            if self.on_ready is not run_step:
+                return  # the step has led to the cancellation of our caller
+            if not more or poller.closed:
+                self.on_ready = None
+                trio.lowlevel.reschedule(task)
+            elif self.ready:
+                poller.again(self)
+
+        def abort(_raise_cancel: object) -> trio.lowlevel.Abort:
+            self.on_ready = None
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        self.on_ready = run_step
+        if self.ready:
+            poller.again(self)
+        await trio.lowlevel.wait_task_rescheduled(abort)
+        return True
+
+    def watch_end(self, call: Callable[[], None] | None) -> bool:
+        if call is not None and (self._poller is None or self._poller.closed or self.ended or self._closed):
+            return False
+        self.on_end = call
+        return True
+
     def receive_nowait(self, max_bytes: int | None = None) -> bytes:
+        size = receive_size(max_bytes)
         try:
-            return self._recv(receive_size(max_bytes))
+            data = self._recv(size)
         except BlockingIOError:
+            self.ready = False
             raise trio.WouldBlock from None
         except OSError as exc:
             raise self._translated(exc) from exc
+        self.ready = len(data) == size or self.ended
+        return data
 
     def send_nowait(self, data: bytes | bytearray | memoryview) -> int:
         if self._sending:
@@ -160,10 +253,17 @@ class SocketStream(Stream):
         if self._closed:
             return
         self._closed = True
-        try:
-            trio.lowlevel.notify_closing(self._fd)
-        except RuntimeError:
-            pass  # no trio run in this thread, so nobody can be waiting either
+        self.on_end = None
+        if self._poller is not None:
+            self._poller.forget(self._fd, self)
+        if self._sending or self._poller is None or self._poller.closed:
+            try:
+                trio.lowlevel.notify_closing(self._fd)
+            except RuntimeError:
+                pass  # no trio run in this thread, so nobody can be waiting either
+        if self.on_ready is not None:
+            self.ready = True
+            self.on_ready()
         try:
             self.socket.close()
         except OSError:

@@ -20,6 +20,8 @@ from narwhal_trio.wire.tls import TlsStream, client_context
 if TYPE_CHECKING:
     import ssl
 
+    from narwhal_trio.wire.poller import Poller
+
 __all__ = [
     "MAX_RECEIVE",
     "Address",
@@ -48,16 +50,18 @@ class SocketDialer:
     """Dials real sockets: TCP (happy eyeballs for names), Unix, and TLS with the peer's name verified.
 
     ssl_context: for https addresses; None means `client_context()`, made at the first one. A given context should offer
-    "http/1.1" or nothing by ALPN.
+    "http/1.1" or nothing by ALPN. poller: of the sockets opened from now on.
     """
+
+    poller: Poller | None = None
 
     def __init__(self, ssl_context: ssl.SSLContext | None = None) -> None:
         self._ssl_context = ssl_context
 
     async def dial(self, address: Address) -> Stream:
         if address.scheme == "unix":
-            return SocketStream(await _connect_unix(address.unix_path))
-        stream = SocketStream(await _connect_tcp(address.host, address.port))
+            return SocketStream(await _connect_unix(address.unix_path), self.poller)
+        stream = SocketStream(await _connect_tcp(address.host, address.port), self.poller)
         if address.scheme == "http":
             return stream
         if self._ssl_context is None:

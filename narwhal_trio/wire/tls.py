@@ -115,6 +115,9 @@ class TlsStream(Stream):
 
     # ---- receiving
 
+    def input_waiting(self) -> bool:
+        return bool(self._incoming.pending) or self.transport.input_waiting()
+
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
         return await self._receive(receive_size(max_bytes), self.transport.receive_some)
 
