@@ -22,7 +22,7 @@ from narwhal_trio.core.ids import new_request_id
 from narwhal_trio.core.lifetime import Lifetime
 from narwhal_trio.core.sink import BodyFault, BodyTooLarge
 from narwhal_trio.observe.log import traceback_of
-from narwhal_trio.observe.record import AttemptFailure, Record
+from narwhal_trio.observe.record import Record
 from narwhal_trio.outcomes import Condition, Outcome, Refusal
 from narwhal_trio.protocol.deadline import Deadline, parse_deadline
 from narwhal_trio.protocol.request import SIZED_REFUSALS, CompletionRequest, client_rid, parse_request
@@ -30,6 +30,7 @@ from narwhal_trio.router import prefix_cache
 from narwhal_trio.router.attempt import LegFailure, run_attempt
 from narwhal_trio.router.ending import aborted, conclude, settle
 from narwhal_trio.router.keepalive import KeepAlive
+from narwhal_trio.router.retrying import note_failure, retry_verdict
 from narwhal_trio.router.seats import admission_seat
 from narwhal_trio.scheduling.fleet import Work
 from narwhal_trio.scheduling.ledger import HandoffResult
@@ -49,9 +50,6 @@ if TYPE_CHECKING:
 __all__ = ["RequestRun"]
 
 log = structlog.get_logger(__name__)
-
-_CLIENT_HELD_S = 1.0
-"""An engine that was not read for longer than this may have had enough: whatever goes wrong with that leg is no evidence against it."""
 
 
 class RequestRun:
@@ -281,8 +279,8 @@ class RequestRun:
             result = await run_attempt(self)
             if isinstance(result, Outcome):
                 return result
-            verdict, backoff_s = self._retry_verdict(result)
-            self._note_failure(result, verdict, backoff_s)
+            verdict, backoff_s = retry_verdict(self, result)
+            note_failure(self, result, verdict, backoff_s)
             if verdict is not RetryVerdict.ALLOWED:
                 return result.outcome()
             self.phase = Phase.BACKOFF
@@ -297,71 +295,6 @@ class RequestRun:
                     self.core.retry_budget.spend()
                 else:
                     self.core.retry_budget.give_back()
-
-    def _retry_verdict(self, failure: LegFailure) -> tuple[RetryVerdict, float]:
-        """Whether the failed attempt may be repeated, and after how many seconds. Reserves the retry's credit if so."""
-        policy = self.core.retry_policy
-        if self.output_sent:
-            return RetryVerdict.OUTPUT_STARTED, 0.0
-        if self.record.attempts >= policy.max_attempts:
-            return RetryVerdict.ATTEMPT_LIMIT, 0.0
-        if not failure.transient:
-            return RetryVerdict.NON_TRANSIENT, 0.0
-        excluded = self.excluded[failure.role]
-        excluded.add(failure.engine)
-        if all(engine.id in excluded for engine in self.core.fleet.live(failure.role)):
-            return RetryVerdict.NO_ENGINE, 0.0
-        if failure.role is Role.DECODE:
-            self._avoid_producer()
-        backoff_s = policy.delay(self.record.attempts, self.core.random.random())
-        if trio.current_time() + backoff_s >= self.lifetime.deadline_at:
-            return RetryVerdict.ORIGINAL_DEADLINE, 0.0
-        if not failure.unreached and not self.core.retry_budget.reserve():
-            self.core.accounting.retry_was_denied()
-            return RetryVerdict.SHARED_BUDGET, 0.0
-        return RetryVerdict.ALLOWED, backoff_s
-
-    def _avoid_producer(self) -> None:
-        """A decode that failed before any output may have met a bad hand-off: where there is another producer, it is asked."""
-        excluded = self.excluded[Role.PREFILL]
-        if self.producer is not None and any(
-            engine.id != self.producer and engine.id not in excluded for engine in self.core.fleet.live(Role.PREFILL)
-        ):
-            excluded.add(self.producer)
-
-    def _note_failure(self, failure: LegFailure, verdict: RetryVerdict, backoff_s: float) -> None:
-        self.core.note_failure(failure)
-        if self.client_held_s < _CLIENT_HELD_S:
-            partner = self.producer if failure.role is Role.DECODE else None
-            self.core.health.leg_failed(failure, partner)
-        retried = verdict is RetryVerdict.ALLOWED
-        self.core.accounting.attempt_failed(
-            self.record,
-            AttemptFailure(
-                at=failure.at,
-                attempt=self.record.attempts,
-                phase=failure.phase.public,
-                reason=failure.condition.value,
-                prefill_iid=self.record.prefill_iid,
-                decode_iid=self.record.decode_iid,
-                error_message=failure.detail,
-                status=failure.status,
-                transient=failure.transient,
-                output_started=self.output_sent,
-                retry_scheduled=retried,
-                backoff_s=backoff_s if retried else None,
-                retry_reason=verdict.value,
-            ),
-        )
-        log.warning(
-            "engine leg failed",
-            rid=self.rid,
-            engine=failure.engine,
-            phase=failure.phase.value,
-            reason=failure.condition.value,
-            detail=failure.detail,
-            retry=verdict.value,
-        )
 
     # -- the end ---------------------------------------------------------------------------------------------------------------
 
