@@ -405,7 +405,7 @@ async def test_connections_that_fail_before_they_are_accepted_are_skipped(autoju
 
 async def test_a_listener_that_is_broken_ends_serving_with_its_error(autojump_clock: MockClock) -> None:
     listener = FailingListener([errno.EBADF])
-    with pytest.RaisesGroup(pytest.RaisesGroup(pytest.RaisesExc(OSError, match="Bad file"))):
+    with pytest.RaisesGroup(pytest.RaisesExc(OSError, match="Bad file"), flatten_subgroups=True):
         await serve([listener], hello, EdgeSettings(), EdgeState())
     assert listener.closed
 
