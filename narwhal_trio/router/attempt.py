@@ -52,7 +52,7 @@ async def _sequential(run: RequestRun) -> Outcome | LegFailure:
         if isinstance(handoff, LegFailure):
             return handoff
         assert handoff is not None
-        now = trio.current_time()
+        now = handoff.received_at
         entry = core.ledger.open_entry(claim.engine.id, claim.work.input_tokens, now + core.config.kv_lease_s, now)
         held = run.held = HeldHandoff(handoff, entry, now + core.config.handoff_bound_s)
     else:
@@ -118,21 +118,23 @@ async def _prefill(run: RequestRun, claim: Claim, meeting: Rendezvous | None) ->
     engine = claim.engine.id
     if meeting is None:
         run.phase = Phase.PREFILL
-    run.mark("prefill_sent")
+    now = trio.current_time()
+    run.mark("prefill_sent", now)
     leg_id = backend_id(run.rid, run.record.attempts, Role.PREFILL)
     leg = core.dialect.prefill_leg(request, model=core.config.model, leg_id=leg_id, rendezvous=meeting)
     limit_s = core.config.serving.prefill_timeout_s
     with trio.move_on_after(limit_s):
         try:
-            async with EngineLeg(run, engine, leg, Role.PREFILL) as exchange:
+            async with EngineLeg(run, engine, leg, Role.PREFILL, now) as exchange:
                 if exchange.status != 200:
                     return await failure_of_response(exchange, engine, Phase.PREFILL, Role.PREFILL)
                 body = await exchange.read_all(core.config.serving.max_response_bytes)
         except WireError as exc:
             return LegFailure.of_wire(exc, engine, Phase.PREFILL, Role.PREFILL)
-        run.mark("prefilled")
+        now = trio.current_time()
+        run.mark("prefilled", now)
         try:
-            handoff = core.dialect.read_handoff(body, leg_id=leg_id, received_at=trio.current_time())
+            handoff = core.dialect.read_handoff(body, leg_id=leg_id, received_at=now)
         except HandoffInvalid as exc:
             return LegFailure(
                 Condition.ENGINE_FAULT,
@@ -144,7 +146,7 @@ async def _prefill(run: RequestRun, claim: Claim, meeting: Rendezvous | None) ->
                 transient=True,
             )
         if handoff is not None and handoff.prompt_tokens is not None:
-            _measured(run, claim, handoff.prompt_tokens)
+            _measured(run, claim, handoff.prompt_tokens, now)
         core.policy.on_prefill_done(claim.work)
         core.health.leg_passed(engine, Evidence.PREFILL)
         return handoff
@@ -179,13 +181,14 @@ async def _decode(
         handoff=handoff,
         rendezvous=meeting,
     )
-    run.mark("decode_sent")
-    return await relay(run, claim, leg, gate)
+    now = trio.current_time()
+    run.mark("decode_sent", now)
+    return await relay(run, claim, leg, gate, now)
 
 
-def _measured(run: RequestRun, claim: Claim, tokens: int) -> None:
+def _measured(run: RequestRun, claim: Claim, tokens: int, now: float) -> None:
     """The producer has counted the prompt: from here on that is its length."""
     work = claim.work
     if not work.exact:
         work.input_tokens, work.exact = tokens, True
-        run.core.policy.on_sized(work, trio.current_time())
+        run.core.policy.on_sized(work, now)

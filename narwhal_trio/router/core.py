@@ -212,11 +212,12 @@ class RouterCore:
 
     def arrival_hold(self) -> Refusal | None:
         """Why no request may be admitted now, or None. A drain stops admission only: what has its seat may finish."""
-        return self.readiness.hold(Role.PREFILL, trio.current_time(), arriving=True)
+        readiness = self.readiness
+        return None if readiness.clear else readiness.hold(Role.PREFILL, trio.current_time(), arriving=True)
 
     def hold(self, role: Role) -> Refusal | None:
         """Why no leg of this role may start now, or None."""
-        return self.readiness.hold(role, trio.current_time())
+        return None if self.readiness.clear else self.readiness.hold(role, trio.current_time())
 
     @property
     def draining(self) -> bool:

@@ -83,15 +83,15 @@ def server_timing(record: Record) -> Headers:
 
 def settle(run: RequestRun) -> None:
     """The one place where a request is booked: counters, journal row, its place among the running. Synchronous."""
-    record, core = run.record, run.core
+    record, core, now = run.record, run.core, trio.current_time()
     if run.work is not None:
         record.input_len = run.work.input_tokens
     measure(record, run.ledgers, accounting=core.dialect.accounting(run.endpoint))
-    record.conclude(run.outcome, ended_at=trio.current_time(), output_started=run.sink.committed and run.streaming)
+    record.conclude(run.outcome, ended_at=now, output_started=run.sink.committed and run.streaming)
     core.closed(run)
     if run.work is not None:
         if record.terminal is Terminal.COMPLETED:
-            core.policy.on_completed(run.work, record.output_len, trio.current_time())
+            core.policy.on_completed(run.work, record.output_len, now)
         core.policy.on_settled(run.work)
     core.accounting.settle(record)
     if record.terminal is Terminal.COMPLETED and record.attempts == 1:

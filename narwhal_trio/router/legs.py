@@ -130,13 +130,13 @@ class EngineLeg:
 
     __slots__ = ("_exchange", "_leg", "_role", "_run", "_started", "engine")
 
-    def __init__(self, run: RequestRun, engine: EngineId, leg: Leg, role: Role) -> None:
+    def __init__(self, run: RequestRun, engine: EngineId, leg: Leg, role: Role, now: float) -> None:
         self._run = run
         self.engine = engine
         self._leg = leg
         self._role = role
         core = run.core
-        self._started = trio.current_time()
+        self._started = now
         headers = list(leg.headers)
         left = trio.current_effective_deadline() - self._started
         if left < float("inf"):
@@ -149,7 +149,7 @@ class EngineLeg:
     async def __aenter__(self) -> Exchange:
         self._run.core.accounting.leg_started(self._run.record, self._role)
         try:
-            return await self._exchange.__aenter__()
+            return await self._exchange.open(self._started)
         except BaseException:
             self._ended(aborted=True)
             raise
@@ -164,10 +164,12 @@ class EngineLeg:
 
     def _ended(self, *, aborted: bool) -> None:
         """The connection is closed or back in the pool by now."""
-        now = trio.current_time()
+        exchange = self._exchange
+        whole = exchange.timings.done_at
+        now = trio.current_time() if aborted or whole is None else whole
         run = self._run
         run.core.accounting.leg_ended(run.record, self._role, now - self._started)
-        if self._exchange.resent or self._exchange.timings.sent_at is not None:
+        if exchange.resent or exchange.timings.sent_at is not None:
             self._note_sent(now)
         if aborted and run.lifetime.cause is not None:
             # What we publish as cancel-to-engine-close.

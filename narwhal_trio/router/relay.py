@@ -124,10 +124,10 @@ class _Relay:
         self.fold: RelayFold | AssemblyFold = RelayFold(rules) if request.stream else AssemblyFold(rules)
         run.ledgers.append(self.fold.ledger)
 
-    def start_clock(self) -> None:
+    def start_clock(self, now: float | None = None) -> None:
         """The time for the first token begins to count."""
         if not self.fold.output_started:
-            self.timer.deadline = trio.current_time() + self.first_token_s
+            self.timer.deadline = (trio.current_time() if now is None else now) + self.first_token_s
 
     async def pump(self, exchange: Exchange) -> StreamFault | None:
         """Forward what the client may have, until `[DONE]`, the end of the body, or a fault. Each read is one `_step`."""
@@ -308,14 +308,14 @@ class _Relay:
         )
 
 
-async def relay(run: RequestRun, claim: Claim, leg: Leg, gate: PrefillGate | None) -> Outcome | LegFailure:
-    """Run the decode leg to its end. gate: of a rendezvous."""
+async def relay(run: RequestRun, claim: Claim, leg: Leg, gate: PrefillGate | None, now: float) -> Outcome | LegFailure:
+    """Run the decode leg to its end. gate: of a rendezvous. now: the current instant."""
     state = _Relay(run, claim, gate)
     engine = claim.engine.id
     # Made outside the timer: what it tells the engine is the time left for the request, not for its first token.
-    call = EngineLeg(run, engine, leg, Role.DECODE)
+    call = EngineLeg(run, engine, leg, Role.DECODE, now)
     if gate is None:
-        state.start_clock()
+        state.start_clock(now)
     else:
         gate.when_open(state.start_clock)
     with state.timer:

@@ -191,6 +191,9 @@ class RequestRun:
                     if self.sized is not None:
                         self.phase = Phase.SIZING
                         await self.sized.wait()
+                        self.mark("admitted")
+                    else:
+                        self.mark("admitted", seated_at)
                     return await self._attempts()
                 finally:
                     self.record.seat_s = trio.current_time() - seated_at
@@ -268,7 +271,6 @@ class RequestRun:
         self.sized.set()
 
     async def _attempts(self) -> Outcome:
-        self.mark("admitted")
         try:
             return await self._attempt_until_done()
         finally:
@@ -339,9 +341,9 @@ class RequestRun:
         """Headers of every answer on a completion route."""
         return [(b"x-request-id", self.rid.encode()), *self._extra_headers]
 
-    def mark(self, milestone: str) -> None:
-        """Note an instant of the timeline; a later attempt overwrites an earlier one."""
-        self.record.mark(milestone, trio.current_time())
+    def mark(self, milestone: str, now: float | None = None) -> None:
+        """Note an instant of the timeline; a later attempt overwrites an earlier one. now: where the caller knows it already."""
+        self.record.mark(milestone, trio.current_time() if now is None else now)
         if self.core.events:
             self.core.events.publish("request_milestone", rid=self.rid, milestone=milestone, phase=self.phase.value)
 

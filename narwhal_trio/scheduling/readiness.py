@@ -92,6 +92,11 @@ class Readiness:
                 self.on_change()
         return changed
 
+    @property
+    def clear(self) -> bool:
+        """No reason is set and no lease can run out: nothing holds anything, whatever the time."""
+        return not self._any and self.lease_until == math.inf
+
     # -- predicates (A.6)
 
     def controls_fleet(self, now: float) -> bool:

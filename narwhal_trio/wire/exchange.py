@@ -128,21 +128,26 @@ class Exchange:
     # ---- opening
 
     async def __aenter__(self) -> Self:
+        return await self.open(trio.current_time())
+
+    async def open(self, now: float) -> Self:
+        """What entering the block does, for callers that know the current instant."""
         if self._entered:
             msg = "an exchange can be entered only once"
             raise RuntimeError(msg)
         self._entered = True
-        self.timings.started_at = trio.current_time()
+        self.timings.started_at = now
         try:
-            await self._open()
+            await self._open(now)
         except BaseException:
             self.close_now()
             raise
         return self
 
-    async def _open(self) -> None:
+    async def _open(self, now: float) -> None:
+        waits = self._pool.full
         try:
-            stream = await self._pool.reserve()
+            stream = await self._pool.reserve(now)
         except trio.ClosedResourceError as exc:
             raise ConnectFailed(f"{self._address}: {exc}") from exc
         self._holds_slot = True
@@ -150,10 +155,11 @@ class Exchange:
             self.reused = stream is not None
             if stream is None:
                 stream = await self._dial()
+                waits = True
             self._stream = stream
             if self._closed:  # by `close_now` from another task while we waited
                 raise trio.ClosedResourceError(_CLOSED)
-            self.timings.connected_at = trio.current_time()
+            self.timings.connected_at = trio.current_time() if waits else now
             self.stage = Stage.SEND
             try:
                 await self._send(stream)
@@ -166,12 +172,13 @@ class Exchange:
                 self._sent = False
                 self.timings.sent_at = None
                 self.stage = Stage.CONNECT
+                waits = True
                 continue
             break
         self.timings.head_at = trio.current_time()
         self.stage = Stage.BODY
         if self._parser.complete:
-            self._finish()
+            self._finish(self.timings.head_at)
 
     async def _dial(self) -> Stream:
         try:
@@ -189,14 +196,14 @@ class Exchange:
             await self._read_head(stream)
             return
         if count == len(request):
-            self._note_sent()
+            self._note_sent(self.timings.connected_at)
             await self._read_head(stream)
         else:
             await self._send_while_reading(stream, memoryview(request)[count:])
 
-    def _note_sent(self) -> None:
+    def _note_sent(self, now: float | None = None) -> None:
         self._sent = True
-        self.timings.sent_at = trio.current_time()
+        self.timings.sent_at = trio.current_time() if now is None else now
         self.stage = Stage.HEAD
 
     async def _send_while_reading(self, stream: Stream, rest: memoryview) -> None:
@@ -351,7 +358,7 @@ class Exchange:
         if stream is not None and self._holds_slot and self._sent and self._parser.keep_alive:
             self._stream = None
             self._holds_slot = False
-            self._pool.give_back(stream)
+            self._pool.give_back(stream, self.timings.done_at)
         else:
             self.close_now()
 
@@ -368,9 +375,9 @@ class Exchange:
             self._holds_slot = False
             self._pool.give_back(None)
 
-    def _finish(self) -> None:
+    def _finish(self, now: float | None = None) -> None:
         self.stage = Stage.DONE
-        self.timings.done_at = trio.current_time()
+        self.timings.done_at = trio.current_time() if now is None else now
 
     def _lost(self, how: str) -> ConnectionLost:
         return ConnectionLost(f"{self._address}: {how}", response_started=self._parser.started)

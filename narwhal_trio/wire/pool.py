@@ -47,9 +47,14 @@ class AddressPool:
         self._waiting: OrderedDict[trio.lowlevel.Task, None] = OrderedDict()
         self._closed = False
 
+    @property
+    def full(self) -> bool:
+        """Whether `reserve` would have to wait."""
+        return self.in_use >= self._limit
+
     @trio.lowlevel.enable_ki_protection
-    async def reserve(self) -> Stream | None:
-        """Take a slot, waiting in FIFO order if there is none. The caller must `give_back` it.
+    async def reserve(self, now: float | None = None) -> Stream | None:
+        """Take a slot, waiting in FIFO order if there is none. The caller must `give_back` it. now: the instant, where it is known.
 
         Returns an idle connection that looked alive a moment ago, or None: then the caller dials. Cancellation is delivered before
         a slot is taken, never after. Raises `trio.ClosedResourceError` once the pool has been closed.
@@ -61,7 +66,7 @@ class AddressPool:
             self.in_use < self._limit
         ):  # then nobody waits: slots that come back while somebody does are handed on at once
             self.in_use += 1
-            return self._take_idle()
+            return self._take_idle(now)
         task = trio.lowlevel.current_task()
         self._waiting[task] = None
 
@@ -74,7 +79,7 @@ class AddressPool:
         return stream if stream is None or _is_quiet(stream) else None
 
     @trio.lowlevel.enable_ki_protection
-    def give_back(self, stream: Stream | None) -> None:
+    def give_back(self, stream: Stream | None, now: float | None = None) -> None:
         """Return a slot, with its connection if that is clean. The head of the queue gets both in the same step."""
         if stream is not None and self._closed:
             stream.close_now()
@@ -85,7 +90,7 @@ class AddressPool:
             return
         self.in_use -= 1
         if stream is not None:
-            now = trio.current_time()
+            now = trio.current_time() if now is None else now
             self._idle.append((now, stream))
             self.sweep(now)
 
@@ -111,11 +116,11 @@ class AddressPool:
         idle = len(self._idle)
         return PoolStatistics(open=idle + self.in_use, idle=idle, in_use=self.in_use, waiting=len(self._waiting))
 
-    def _take_idle(self) -> Stream | None:
+    def _take_idle(self, now: float | None) -> Stream | None:
         idle = self._idle
         if not idle:
             return None
-        self.sweep(trio.current_time())
+        self.sweep(trio.current_time() if now is None else now)
         while idle:
             _, stream = idle.pop()
             if _is_quiet(stream):
