@@ -180,7 +180,7 @@ def test_too_few_open_files_cost_clients_a_429_and_no_engine_its_place(tmp_path:
     ):
         config = tmp_path / "router.toml"
         config.write_text(
-            'model = "narwhal-sim"\n[slo]\nttft_s = 2.0\ntpot_s = 0.1\n[serving]\nadmission = "open"\n'
+            'model = "narwhal-sim"\n[slo]\nttft_s = 60.0\ntpot_s = 0.1\n[serving]\nadmission = "open"\n'
             "[controller]\nmonitor_interval_s = 3.5\n"  # by then the last check's connection has ended
             '[recovery]\nstate_path = ""\nliveness_every = 1\nliveness_misses = 1\n[recovery.health]\nwindow_s = 30.0\n'
             f'[journal]\npath = "{tmp_path}/journal.jsonl"\n'
