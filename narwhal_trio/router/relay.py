@@ -100,10 +100,10 @@ class _Relay:
         """Instant of the latest read."""
         self.asked_at = 0.0
         """Instant from which it was waited for."""
-        self.behind = False
-        """The client did, and what the engine has sent meanwhile is still being read: no gap between its tokens is true."""
         self.last_at: float | None = None
         """Instant of the last read with output, unless the client kept us from reading since."""
+        self.behind = False
+        """The client did, and what the engine has sent meanwhile is still being read: no gap between its tokens is true."""
         self.held_s = 0.0
         """For how long the client, or the gate, kept us from reading: per-token times are the engine's, so it does not count."""
         self.quiet_until = 0.0
