@@ -33,11 +33,15 @@ class Figure:
 
 @attrs.frozen
 class Goal:
-    """What our router is to reach in a figure: at most (or at least, where higher is better) `bound`, or so many times `peer`'s."""
+    """What our router is to reach in a figure: at most (or at least, where higher is better) `bound`, or so many times `peer`'s.
+
+    added: the bound is for what our router has more than no router at all.
+    """
 
     figure: str
     bound: float
     peer: str = ""
+    added: bool = False
 
 
 @attrs.frozen
@@ -224,8 +228,8 @@ GOALS: Final = (
     Goal("events_512_us", 1.25, "vllm-router"),
     Goal("events_512_us", 0.5, "narwhal-inference"),
     Goal("saturated_tokens_s", 1.5, "vllm-router"),
-    Goal("ttft_p50_ms", 1.0),
-    Goal("ttft_p99_ms", 5.0),
+    Goal("ttft_p50_ms", 1.0, added=True),
+    Goal("ttft_p99_ms", 5.0, added=True),
     Goal("rss_1000_mib", 0.5, "vllm-router"),
     Goal("rss_stream_kib", 40.0),
 )

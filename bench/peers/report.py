@@ -115,18 +115,20 @@ def goal_rows(report: Report) -> Iterator[list[str]]:
     """Each goal of which this run has both sides."""
     for goal in GOALS:
         figure = FIGURES[goal.figure]
-        values = (
-            report.ratio(goal.peer, goal.figure)
-            if goal.peer
-            else list(report.by_round(report.ours, goal.figure).values())
-        )
+        ours = report.by_round(report.ours, goal.figure)
+        if goal.added:
+            bare = report.by_round("direct", goal.figure)
+            values = [ours[n] - bare[n] for n in ours.keys() & bare.keys()]
+        else:
+            values = report.ratio(goal.peer, goal.figure) if goal.peer else list(ours.values())
         if not values:
             continue
         most = figure.better == "lower"
         reached = median(values) <= goal.bound if most else median(values) >= goal.bound
         bound = f"{'at most' if most else 'at least'} {number(goal.bound)}"
         bound += f" times {goal.peer}'s" if goal.peer else f" {figure.unit}"
-        yield [figure.title, bound, number(median(values)), "yes" if reached else "no"]
+        title = figure.title + (", more than without a router" if goal.added else "")
+        yield [title, bound, number(median(values)), "yes" if reached else "no"]
 
 
 def insert(file: Path, text: str, name: str) -> None:

@@ -73,6 +73,8 @@ def measure(args: argparse.Namespace, routers: list[Router], cases: list[str]) -
             turn = round_ % len(routers)
             for case in cases:
                 for which in routers[turn:] + routers[:turn]:
+                    if which.build is None and all(figure.needs_router for figure in CASES[case].figures):
+                        continue
                     row = one(which, case, round_, settings, scale)
                     report.rows.append(row)
                     print(told(row), file=sys.stderr, flush=True)
@@ -87,9 +89,7 @@ def main() -> int:
         description=f"{__doc__}{about}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = ", ".join(ROUTERS)
-    parser.add_argument(
-        "--routers", default="", help=f"of {names}, or NAME=CHECKOUT; default: all that are installed but direct"
-    )
+    parser.add_argument("--routers", default="", help=f"of {names}, or NAME=CHECKOUT; default: all that are installed")
     parser.add_argument("--cases", default=",".join(CASES), help="default: all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help=f"windows of {QUICK:.0%} of their length, one round")
@@ -107,7 +107,7 @@ def main() -> int:
         cases = [case for case in args.cases.split(",") if case]
         if unknown := [case for case in cases if case not in CASES]:
             parser.error(f"unknown case {unknown[0]!r}; known: {', '.join(CASES)}")
-        chosen = [name for name in args.routers.split(",") if name] or [name for name in ROUTERS if name != "direct"]
+        chosen = [name for name in args.routers.split(",") if name] or list(ROUTERS)
         try:
             routers = [router(text) for text in chosen]
         except ValueError as exc:
