@@ -49,7 +49,7 @@ def router(stack: Stack, decoders: dict[str, str], **serving: Any) -> AbstractAs
         "slo": {"ttft_s": 30.0, "tpot_s": 2.0},
         "engine": {"first_token_timeout_s": 60.0, "decode_read_timeout_s": 60.0, "health_timeout_s": 20.0},
         "serving": {"admission": "open", **serving},
-        "recovery": {"state_path": ""},
+        "recovery": {"state_path": "", "liveness_every": 0},  # what is out of reach is found by requests
         "journal": {"path": ""},
     }
     return open_router(parse_config(document, environ={}))
