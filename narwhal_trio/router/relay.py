@@ -135,7 +135,7 @@ class _Relay:
         while True:
             if self.started:
                 self._await_next()
-            await exchange.drive(self._step)
+            await exchange.drive(self._step, gather=self.started)
             await trio.lowlevel.checkpoint_if_cancelled()  # we have been woken, and may have been cancelled since
             if fold.output_started and not self.started:
                 self.started = True

@@ -61,12 +61,13 @@ class Stream(trio.abc.HalfCloseableStream):
         """
         raise trio.WouldBlock
 
-    async def attend(self, step: Callable[[], bool]) -> bool:  # noqa: ARG002 - for implementations
+    async def attend(self, step: Callable[[], bool], *, gather: bool = False) -> bool:  # noqa: ARG002 - for implementations
         """Run `step` whenever there may be something to receive, until it returns False. `step` uses `receive_nowait` and never waits.
 
         It runs where the readiness is noticed, which need not be the caller's task; what it raises comes out here. Not after the
         caller was cancelled. False: this stream has no such way, nothing was called, and the caller receives by itself.
         May return True without a last `step` when the stream can no longer tell; then, too, the caller goes on by itself.
+        gather: a moment's delay is all right if that lets more streams be served at once.
         """
         return False
 

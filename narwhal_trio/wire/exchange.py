@@ -266,10 +266,10 @@ class Exchange:
                 raise self._lost("connection ended in the middle of the response")
         return None
 
-    async def drive(self, step: Callable[[bytes | None], bool]) -> None:
+    async def drive(self, step: Callable[[bytes | None], bool], *, gather: bool = False) -> None:
         """Give each read's body bytes to `step`, None at the end of the body, until it returns False. Raises as `receive`.
 
-        `step` must not wait: where the stream can do that (`Stream.attend`) it runs without a switch to this task.
+        `step` must not wait: where the stream can do that (`Stream.attend`) it runs without a switch to this task. gather: see there.
         """
 
         parser = self._parser
@@ -303,7 +303,7 @@ class Exchange:
             if (
                 stream is not None
                 and not (self._ready or parser.complete or parser.fault)
-                and await stream.attend(receive_and_step)
+                and await stream.attend(receive_and_step, gather=gather)
             ):
                 if finished:
                     return

@@ -11,6 +11,7 @@ asked for; an end of the peer (`ended`) is remembered for ever.
 
 from __future__ import annotations
 
+import contextlib
 import select
 from typing import TYPE_CHECKING, Final
 
@@ -23,16 +24,23 @@ __all__ = ["Poller", "Watched", "poll_sockets"]
 
 _BATCH: Final = 64
 """Sockets served before other tasks get their turn."""
+_BUSY_PER_S: Final = 2000
+"""Reads of running streams in a second from which they are gathered. Below it each is passed on at once."""
+_GATHER_S: Final = 0.001
+"""How long reads are gathered. A token comes that much later at most; its engine's pace is unchanged."""
+_SAMPLE: Final = 64
+"""Reads over which their rate is taken."""
 
 
 class Watched:
     """What a poller knows of one socket. Subclassed by the stream; `fd` is its descriptor while it is open.
 
-    ready: a read may find something. ended: the peer has closed its side or the connection is broken, perhaps behind unread bytes.
+    gathered: served together with others, see `Poller.gather`. ready: a read may find something. ended: the peer has closed its side
+    or the connection is broken, perhaps behind unread bytes.
     on_ready, on_end: called by the poller's task; must neither wait nor raise.
     """
 
-    __slots__ = ("batch", "ended", "on_end", "on_ready", "ready")
+    __slots__ = ("batch", "ended", "gathered", "on_end", "on_ready", "ready")
 
     def __init__(self) -> None:
         self.ready = True
@@ -40,73 +48,134 @@ class Watched:
         self.on_ready: Callable[[], None] | None = None
         self.on_end: Callable[[], None] | None = None
         self.batch = -1
+        self.gathered = False
 
 
 class Poller:
-    """Tells `Watched` sockets when they are ready. Works while `run` does; made and run by `open_router`."""
+    """Tells `Watched` sockets when they are ready. Works while `run` does; made and run by `open_router`.
+
+    Sockets of running streams (`gather`) may be served a moment later than others, together: under load most of what an event costs
+    is the wake-up for it.
+    """
 
     def __init__(self) -> None:
-        self._epoll = select.epoll()
         self._watched: dict[int, Watched] = {}
-        self._again: dict[Watched, None] = {}
-        self._batch = 0
+        self._now = _Set(self._watched)
+        self._soon = _Set(self._watched)
         self._closed = False
 
     async def run(self) -> None:
         """Serve until cancelled."""
-        descriptor = self._epoll.fileno()
         try:
-            while True:
-                if self._again:
-                    await trio.lowlevel.checkpoint()
-                else:
-                    await trio.lowlevel.wait_readable(descriptor)
-                self._serve()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._serve_soon, name="poll streams")
+                await self._serve_now()
         finally:
             self._closed = True
-            trio.lowlevel.notify_closing(descriptor)
-            self._epoll.close()
+            self._now.close()
+            self._soon.close()
             # Whoever still waits looks for itself from now on, and finds out that nobody tells it anything any more.
             for watched in list(self._watched.values()):
                 watched.ready = True
                 if watched.on_ready is not None:
                     watched.on_ready()
 
+    async def _serve_now(self) -> None:
+        while True:
+            await self._now.wait()
+            self._now.serve()
+
+    async def _serve_soon(self) -> None:
+        streams = self._soon
+        began, served = trio.current_time(), 0
+        busy = False
+        while True:
+            await streams.wait()
+            if busy:
+                await trio.sleep(_GATHER_S)
+            served += streams.serve()
+            if served >= _SAMPLE:
+                now = trio.current_time()
+                busy = served >= (now - began) * _BUSY_PER_S
+                began, served = now, 0
+
     def watch(self, fd: int, watched: Watched) -> bool:
         """Begin to watch a socket that has just been opened. False if that can't be done: then it waits by trio's own means."""
-        if self._closed:
+        if self._closed or not self._now.add(fd, watched):
             return False
-        try:
-            self._epoll.register(fd, _MASK)
-        except OSError:
-            return False  # /proc/sys/fs/epoll/max_user_watches, or a descriptor that epoll does not take
-        watched.batch = self._batch
         self._watched[fd] = watched
         return True
+
+    def gather(self, fd: int, watched: Watched, *, on: bool) -> None:
+        """Serve this socket together with others like it from now on, or (on=False) at once again."""
+        if self._closed or self._watched.get(fd) is not watched:
+            return
+        source, target = (self._now, self._soon) if on else (self._soon, self._now)
+        source.remove(fd, watched)
+        watched.gathered = on
+        if not target.add(fd, watched):  # then nobody would ever tell: whoever waits must look for itself
+            watched.ready = watched.ended = True
 
     def forget(self, fd: int, watched: Watched) -> None:
         """Called before the descriptor is closed, which ends the kernel's part of the registration."""
         if self._watched.get(fd) is watched:
             del self._watched[fd]
-        self._again.pop(watched, None)
+        self._now.again.pop(watched, None)
+        self._soon.again.pop(watched, None)
 
     def again(self, watched: Watched) -> None:
-        """Call `on_ready` once more after other tasks had their turn: there is more to read than one turn's worth."""
-        self._again[watched] = None
+        """From `on_ready`: call it once more after other tasks had their turn, there is more to read than one turn's worth."""
+        (self._soon if watched.gathered else self._now).again[watched] = None
 
     @property
     def closed(self) -> bool:
         return self._closed
 
-    def _serve(self) -> None:
-        again = self._again
+
+class _Set:
+    """Sockets that are served together: an epoll descriptor, and those that have more to read than one turn's worth."""
+
+    def __init__(self, watched: dict[int, Watched]) -> None:
+        self.again: dict[Watched, None] = {}
+        self._watched = watched
+        self._epoll = select.epoll()
+        self._descriptor = self._epoll.fileno()
+        self._batch = 0
+
+    def add(self, fd: int, watched: Watched) -> bool:
+        try:
+            self._epoll.register(fd, _MASK)
+        except OSError:
+            return False  # /proc/sys/fs/epoll/max_user_watches, or a descriptor that epoll does not take
+        watched.batch = self._batch
+        return True
+
+    def remove(self, fd: int, watched: Watched) -> None:
+        self.again.pop(watched, None)
+        with contextlib.suppress(OSError):
+            self._epoll.unregister(fd)
+
+    def close(self) -> None:
+        trio.lowlevel.notify_closing(self._descriptor)
+        self._epoll.close()
+
+    async def wait(self) -> None:
+        if self.again:
+            await trio.lowlevel.checkpoint()
+        else:
+            await trio.lowlevel.wait_readable(self._descriptor)
+
+    def serve(self) -> int:
+        """Tell each socket that is ready; returns how many were."""
+        again = self.again
         if again:
-            self._again = {}
+            self.again = {}
             for watched in again:
                 if watched.on_ready is not None:
                     watched.on_ready()
         self._batch += 1
-        for fd, events in self._epoll.poll(0, _BATCH):
+        found = self._epoll.poll(0, _BATCH)
+        for fd, events in found:
             watched_now = self._watched.get(fd)
             # A socket opened while this batch was being served may have the number of one that the batch was about.
             if watched_now is None or watched_now.batch == self._batch:
@@ -118,6 +187,7 @@ class Poller:
                     watched_now.on_end()
             if watched_now.on_ready is not None:
                 watched_now.on_ready()
+        return len(found)
 
 
 async def poll_sockets(*, task_status: trio.TaskStatus[Poller | None]) -> None:

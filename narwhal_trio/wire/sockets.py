@@ -58,6 +58,10 @@ class SocketStream(Stream, Watched):
         self._closed = self._fd < 0
 
     @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
     def quiet(self) -> bool:
         return not self.ready and self._poller is not None and not self._poller.closed and not self._closed
 
@@ -94,6 +98,8 @@ class SocketStream(Stream, Watched):
                 await self._yield_if_due()
                 self._streak += 1
             else:
+                if self.gathered:
+                    self._poller.gather(self._fd, self, on=False)
                 await self._wait_ready()
                 self._streak = 0
             try:
@@ -123,42 +129,25 @@ class SocketStream(Stream, Watched):
         self.on_ready = wake
         await trio.lowlevel.wait_task_rescheduled(abort)
 
-    async def attend(self, step: Callable[[], bool]) -> bool:
+    async def attend(self, step: Callable[[], bool], *, gather: bool = False) -> bool:
         if self._poller is None or self._poller.closed:
             return False
         if self.on_ready is not None:
             raise trio.BusyResourceError("another task is receiving on this stream")
-        await self._yield_if_due()
-        if self.ready and not step():
+        if gather is not self.gathered:
+            self._poller.gather(self._fd, self, on=gather)
+        while self.ready:
+            await self._yield_if_due()
             self._streak += 1
-            return True
+            if self._closed or not step():
+                return True
         self._streak = 0
-        task = trio.lowlevel.current_task()
-        poller = self._poller
-
-        def run_step() -> None:
-            try:
-                more = not self._closed and step()
-            except BaseException as exc:
-                if self.on_ready is run_step:
-                    self.on_ready = None
-                    trio.lowlevel.reschedule(task, outcome.Error(exc))
-                return
-            if self.on_ready is not run_step:
-                return  # the step has led to the cancellation of our caller
-            if not more or poller.closed:
-                self.on_ready = None
-                trio.lowlevel.reschedule(task)
-            elif self.ready:
-                poller.again(self)
 
         def abort(_raise_cancel: object) -> trio.lowlevel.Abort:
             self.on_ready = None
             return trio.lowlevel.Abort.SUCCEEDED
 
-        self.on_ready = run_step
-        if self.ready:
-            poller.again(self)
+        self.on_ready = _Attendance(self, self._poller, step)
         await trio.lowlevel.wait_task_rescheduled(abort)
         return True
 
@@ -284,6 +273,35 @@ class SocketStream(Stream, Watched):
 
     def __repr__(self) -> str:
         return f"<SocketStream fd={self._fd}{' closed' if self._closed else ''}>"
+
+
+class _Attendance:
+    """What a poller calls for `SocketStream.attend`. Not a closure: one that knows itself is garbage that only the collector frees."""
+
+    __slots__ = ("_poller", "_step", "_stream", "_task")
+
+    def __init__(self, stream: SocketStream, poller: Poller, step: Callable[[], bool]) -> None:
+        self._stream = stream
+        self._poller = poller
+        self._step = step
+        self._task = trio.lowlevel.current_task()
+
+    def __call__(self) -> None:
+        stream = self._stream
+        try:
+            more = not stream.closed and self._step()
+        except BaseException as exc:
+            if stream.on_ready is self:
+                stream.on_ready = None
+                trio.lowlevel.reschedule(self._task, outcome.Error(exc))
+            return
+        if stream.on_ready is not self:
+            return  # the step has led to the cancellation of our caller
+        if not more or self._poller.closed:
+            stream.on_ready = None
+            trio.lowlevel.reschedule(self._task)
+        elif stream.ready:
+            self._poller.again(stream)
 
 
 _CLOSED = "this stream was already closed"
