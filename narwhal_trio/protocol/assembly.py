@@ -54,7 +54,12 @@ class AssemblyFold(StreamFold):
         """Take one engine read, made at `now`. After a fault or `[DONE]` nothing more is parsed."""
         if self.stopped:
             return
-        run = self._match_run(data, self._bytes + len(data))
+        templates = self._templates
+        run = (
+            self._match_run(data, self._bytes + len(data))
+            if templates and len(data) >= templates[0].least_run
+            else None
+        )
         if run is not None:
             self._bytes += len(data)
             self._take(self._templates[0], run.text, run.ids)

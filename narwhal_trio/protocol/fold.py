@@ -162,10 +162,9 @@ class StreamFold:
 
     def _match_run(self, data: bytes, size: int) -> Run | None:
         """A read of several whole frames that fit the latest template, None for any other. size: what `max_response_bytes` bounds."""
-        templates = self._templates
-        if not templates or len(data) < templates[0].least_run or size > self.rules.max_response_bytes:
+        if size > self.rules.max_response_bytes or not self._parser.between_events:
             return None
-        return templates[0].match_run(data) if self._parser.between_events else None
+        return self._templates[0].match_run(data)
 
     def _keep_template(self, template: Template) -> None:
         self._templates = [template, *self._templates[: _TEMPLATES - 1]]

@@ -38,7 +38,8 @@ class RelayFold(StreamFold):
         """
         if self.stopped:
             return b""
-        run = self._match_run(data, len(data))
+        templates = self._templates
+        run = self._match_run(data, len(data)) if templates and len(data) >= templates[0].least_run else None
         if run is not None:
             self.ledger.add(run.tokens, now, run.events, run.first)
             before, after = self._templates[0].shown

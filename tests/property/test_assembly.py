@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from narwhal_trio.protocol.relay import AssemblyFold, FoldRules
 from narwhal_trio.types import Endpoint
@@ -104,6 +104,7 @@ def naive(events: list[dict[str, Any]], expose: bool, prompt_tokens: int) -> dic
 
 
 @given(st.data(), chat_events(), st.booleans())
+@settings(deadline=None)
 def test_the_response_is_the_naive_fold(data: st.DataObject, parts: list[dict[str, Any]], expose: bool) -> None:
     # Streams open their events in a few ways, each with its own id: what one has learned must serve another, or leave it alone.
     opening = {"id": data.draw(st.sampled_from(["c", "c-d", "é"]))} | data.draw(

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from narwhal_trio.protocol.relay import FoldRules, RelayFold
 from narwhal_trio.types import Endpoint
@@ -118,6 +118,7 @@ def outcome(fold: RelayFold, pieces: list[bytes]) -> tuple[object, ...]:
 
 
 @given(st.data(), RULES)
+@settings(deadline=None)
 def test_cutting_changes_nothing(data: st.DataObject, rules: FoldRules) -> None:
     stream = data.draw(streams())
     places = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
@@ -128,6 +129,7 @@ def test_cutting_changes_nothing(data: st.DataObject, rules: FoldRules) -> None:
 
 
 @given(st.data(), RULES)
+@settings(deadline=None)
 def test_the_quick_way_changes_nothing(data: st.DataObject, rules: FoldRules) -> None:
     stream = data.draw(streams())
     another = RelayFold(rules)
