@@ -1,11 +1,12 @@
 """Engines that decode more slowly than their profiles say, compared with themselves and with their peers. Pure; the reference's K.6.
 
-Every monitoring pass adds one residual per decode engine: the mean token interval since the last pass over the profiled one. Residuals
-make windows of `window_s`; a window's mean is its score. An engine over its own band is put on probation, which makes it dearer, and
-evicted if that lasts. When half of the fleet is slow at once it is the load, the network or this router, so nobody is judged (the veto).
+Every monitoring pass adds one residual per decode engine: the mean token interval since the last pass over the profiled one, at the
+greatest load since then, so that a burst that is over never makes an engine look slow. Residuals make windows of `window_s`; a window's
+mean is its score. An engine over its own band is put on probation, which makes it dearer, and evicted if that lasts. When half of the
+fleet is slow at once it is the load, the network or this router, so nobody is judged (the veto).
 
-What makes a residual worthless is left out, and the window begins anew: a prefill on the same engine, a router whose own timers are late.
-Gaps that a slow client caused are never measured in the first place.
+A prefill on the same engine lets its window begin anew. What is measured while this router's own timers are late is left out, and gaps that
+a slow client caused are never measured in the first place.
 """
 
 from __future__ import annotations
@@ -91,23 +92,21 @@ class Drift:
 
     def look(self, engine: Engine, now: float, *, late: bool = False) -> Finding | None:
         """One pass over one engine: takes its tally of token gaps. late: this router's own timers were late since the last pass."""
-        gap_s, tokens = engine.take_gaps()
+        gaps = engine.take_gaps()
         state = self.engines[engine.id]
-        paused = bool(engine.prefills or engine.prefilled) and bool(engine.decodes or tokens)
+        paused = bool(engine.prefills or engine.prefilled) and gaps.decodes > 0
         engine.prefilled = False
-        if paused or late:
-            if paused and not state.paused:
-                state.pauses += 1
-            state.paused = paused
+        if paused:
+            state.pauses += not state.paused
+            state.paused = True
             state.residuals.clear()
             state.ends_at = None
             return None
         state.paused = False
-        expected_s = (
-            0.0 if engine.profile is None else engine.profile.token_interval(engine.decode_tokens, len(engine.decodes))
-        )
-        if tokens and expected_s > 0:
-            state.residuals.append(gap_s / tokens / expected_s)
+        profile = engine.profile
+        expected_s = 0.0 if profile is None else profile.token_interval(gaps.decode_tokens, gaps.decodes)
+        if gaps.tokens and expected_s > 0 and not late:
+            state.residuals.append(gaps.seconds / gaps.tokens / expected_s)
             if state.ends_at is None:
                 state.ends_at = now + self.settings.window_s
         if state.ends_at is None or now < state.ends_at:

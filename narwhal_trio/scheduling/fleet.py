@@ -6,7 +6,7 @@ Sums are kept incrementally, so that a placement looks at a few numbers per engi
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import attrs
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from narwhal_trio.scheduling.profile import Profile
     from narwhal_trio.types import RequestId
 
-__all__ = ["Claim", "ClaimWatch", "Engine", "Fleet", "Hold", "Work"]
+__all__ = ["Claim", "ClaimWatch", "Engine", "Fleet", "Gaps", "Hold", "Work"]
 
 
 _NOTHING_CACHED: Final[Mapping[EngineId, int]] = {}
@@ -61,6 +61,15 @@ class Work:
         return self.input_tokens + self.output_tokens
 
 
+class Gaps(NamedTuple):
+    """Seconds waited for output tokens, how many came, and the greatest load at which they did: residents and their KV tokens."""
+
+    seconds: float
+    tokens: int
+    decodes: int
+    decode_tokens: int
+
+
 @attrs.define(eq=False)
 class Engine:
     """One engine's scheduling state. Seats are limits on residents per phase; 0 means none.
@@ -93,11 +102,15 @@ class Engine:
     """Instant of the last output of any request."""
     prefilled: bool = False
     """A prefill was placed here since the health pass last looked."""
+    most_decodes: int = 0
+    most_decode_tokens: int = 0
+    """The greatest numbers that a decode left behind since `take_gaps`."""
 
-    def take_gaps(self) -> tuple[float, int]:
-        """Seconds waited and tokens got since the last call."""
-        taken = self.gap_s, self.gap_tokens
-        self.gap_s, self.gap_tokens = 0.0, 0
+    def take_gaps(self) -> Gaps:
+        """What has been measured since the last call."""
+        decodes = max(self.most_decodes, len(self.decodes))
+        taken = Gaps(self.gap_s, self.gap_tokens, decodes, max(self.most_decode_tokens, self.decode_tokens))
+        self.gap_s, self.gap_tokens, self.most_decodes, self.most_decode_tokens = 0.0, 0, 0, 0
         return taken
 
     @property
@@ -180,6 +193,8 @@ class Claim:
             # Float sums drift; an engine without prefills has exactly none, and none has less.
             engine.prefill_seconds = max(0.0, engine.prefill_seconds - self._seconds) if engine.prefills else 0.0
         else:
+            engine.most_decodes = max(engine.most_decodes, len(engine.decodes))
+            engine.most_decode_tokens = max(engine.most_decode_tokens, engine.decode_tokens)
             del engine.decodes[self.work.rid]
             engine.decode_tokens -= self._tokens
         if self._fleet.watch is not None:

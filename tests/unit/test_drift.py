@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 from hypothesis import given, strategies as st
 
 from narwhal_trio.scheduling.drift import Drift, DriftSettings, Finding, Verdict
@@ -162,6 +163,21 @@ def test_an_evicted_engine_stays_on_probation_and_another_process_starts_clean()
     world.drift.forget(world.engines[0])
     assert not world.state().probation
     assert world.engines[0].penalty_s == 0
+
+
+def test_a_burst_that_is_over_when_the_pass_looks_makes_no_engine_slow() -> None:
+    world = World()
+    engine = world.engines[0]
+    engine.profile = attrs.evolve(
+        _profile("d0"), tpot_request_slope=STEP
+    )  # twice the time with one request, eleven times with ten
+    world.windows(2, 2.0)
+    for _ in range(30):
+        claims = [world.fleet.claim(engine, Role.DECODE, Work(RequestId(f"b{n}"), 100)) for n in range(9)]
+        for claim in claims:
+            claim.release()
+        assert world.pass_once(11.0) == []
+    assert world.state().score == 1.0
 
 
 @given(
