@@ -102,7 +102,7 @@ def measure(case: str, seconds: float, spy: str | None, out: Path) -> tuple[dict
         try:
             if spy:
                 command = [spy, "record", "--pid", str(server.pid), "--rate", str(RATE_HZ), "--format", "raw"]
-                command += ["--output", str(out), "--full-filenames", "--duration", "3600"]
+                command += ["--output", str(out), "--full-filenames", "--nonblocking", "--duration", "3600"]
                 watcher = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
             else:
                 os.kill(server.pid, signal.SIGUSR1)
@@ -161,44 +161,46 @@ def short(frame: str) -> str:
     return f"{'/'.join(parts)} {found['name']}"
 
 
-def markdown(found: list[tuple[list[str], int]], unit: str, cost: float, sampler: str) -> str:
-    """The parts as a table."""
-    parts = Counter[str]()
+def shares(found: list[tuple[list[str], int]], kernel: float) -> list[tuple[str, float]]:
+    """Share of CPU by part. The kernel's is by its own count, since samplers take sleeping calls for busy ones; samples split the rest."""
+    parts: Counter[str] = Counter()
     for stack, count in found:
         parts[part(stack[-1])] += count
-    total = parts.total()
-    rows = [
-        [name, f"{count / total:.0%}", f"{count / total * cost:.1f}"]
-        for name, count in parts.most_common()
-        if count > total / 200
-    ]
+    parts.pop("system calls", None)
+    total = max(1, parts.total())
+    rest = [(name, (1 - kernel) * count / total) for name, count in parts.items()]
+    return sorted([("system calls", kernel), *rest], key=lambda each: -each[1])
+
+
+def markdown(parts: list[tuple[str, float]], unit: str, cost: float, sampler: str) -> str:
+    """The parts as a table."""
+    rows = [[name, f"{share:.0%}", f"{share * cost:.1f}"] for name, share in parts if share > 0.005]
     head = f"{unit}, {cost:.1f} us of CPU, sampled by {sampler}, which costs some itself. {about_machine()}.\n\n"
     return head + table(["part", "share", "us"], rows)
 
 
-def show(found: list[tuple[list[str], int]], top: int, per: str, cost: float | None) -> None:
+def show(
+    found: list[tuple[list[str], int]], parts: list[tuple[str, float]], top: int, per: str, cost: float | None
+) -> None:
     """Shares by part, then functions by their own and by their whole time."""
     total = sum(count for _, count in found) or 1
-    parts: Counter[str] = Counter()
     own: Counter[str] = Counter()
     whole: Counter[str] = Counter()
     for stack, count in found:
-        parts[part(stack[-1])] += count
         own[short(stack[-1])] += count
         for name in {short(frame) for frame in stack}:
             whole[name] += count
 
-    def line(name: str, count: int) -> str:
-        share = count / total
+    def line(name: str, share: float) -> str:
         return f"{share:6.1%}" + (f" {share * cost:8.2f} us" if cost else "") + f"  {name}"
 
     unit = f", and microseconds of {per}" if cost else ""
     print(f"\n{total} samples; share{unit}\n\nby part")
-    print("\n".join(line(*each) for each in parts.most_common()))
+    print("\n".join(line(*each) for each in parts))
     print("\nby function, its own lines")
-    print("\n".join(line(*each) for each in own.most_common(top)))
+    print("\n".join(line(name, count / total) for name, count in own.most_common(top)))
     print("\nby function, with all it calls")
-    print("\n".join(line(*each) for each in whole.most_common(top)))
+    print("\n".join(line(name, count / total) for name, count in whole.most_common(top)))
 
 
 def main() -> int:
@@ -227,20 +229,22 @@ def main() -> int:
         if not out.exists():
             sys.exit("the sampler left nothing; see above")
         found = [(stack, count) for stack, count in stacks(out) if stack]
-        # py-spy takes threads that wait for work for busy ones on some systems.
+        # py-spy takes threads that sleep for busy ones on some systems.
         found = [(stack, count) for stack, count in found if "/_thread_cache.py:" not in stack[-1]]
+        found = [(stack, count) for stack, count in found if "EpollIOManager.get_events" not in stack[-1]]
+        parts = shares(found, kernel)
         if args.raw:
             shutil.copy(out, args.raw)
     costs: list[Any] = [figure for figure in CASES[args.case].figures if figure.unit == "CPU us"]
     sampler = "py-spy" if spy else "SIGPROF"
     if args.markdown and costs:
-        text = markdown(found, costs[0].title, figures[costs[0].name], sampler)
+        text = markdown(parts, costs[0].title, figures[costs[0].name], sampler)
         insert(args.markdown, text, f"bench/profile {args.case}")
     print(f"{args.case}, sampled by {sampler}; the sampler's own cost is in these figures:")
     for name, value in figures.items():
         print(f"  {name} {value:.2f}")
     print(f"  share of the kernel, by its own count: {kernel:.0%}")
-    show(found, args.top, costs[0].title if costs else "", figures[costs[0].name] if costs else None)
+    show(found, parts, args.top, costs[0].title if costs else "", figures[costs[0].name] if costs else None)
     return 0
 
 

@@ -61,7 +61,9 @@ def window(served: Served, scale: float, *options: object, seconds: float) -> di
     ended = max(1, seen["requests"])
     if sum(faults.values()) > TOLERATED * ended or not seen["tokens"]:
         told = ", ".join(f"{count} {name}" for name, count in faults.items()) or "no tokens"
-        raise CaseError(f"of {seen['requests']} requests: {told}; last status {seen['last_status']}")
+        held = served.engines.ask("stats")
+        told += f"; last status {seen['last_status']}, {seen['open']} open at the end; engines: {held}"
+        raise CaseError(f"of {seen['requests']} requests: {told}")
     return seen
 
 
@@ -118,11 +120,13 @@ def memory(served: Served, _scale: float) -> dict[str, float]:
         streams.open(f"open {few}")
         time.sleep(2)
         at_few = served.rss_kib()
-        streams.open(f"open {many}")
+        figures = {"rss_idle_mib": idle / 1024, "rss_1000_mib": at_few / 1024}
+        try:
+            streams.open(f"open {many}")
+        except CaseError as exc:
+            raise CaseError(str(exc), figures) from None
         time.sleep(2)
-        at_many = served.rss_kib()
-    per_stream = (at_many - at_few) / (many - few)
-    return {"rss_idle_mib": idle / 1024, "rss_1000_mib": at_few / 1024, "rss_stream_kib": per_stream}
+        return {**figures, "rss_stream_kib": (served.rss_kib() - at_few) / (many - few)}
 
 
 def stalled(served: Served, scale: float) -> dict[str, float]:

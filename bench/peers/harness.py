@@ -41,7 +41,11 @@ PR_SET_PDEATHSIG: Final = 1
 
 
 class CaseError(Exception):
-    """A router did not do what a case asks; the message says what it did."""
+    """A router did not do what a case asks; the message says what it did. `figures`: what had been measured by then."""
+
+    def __init__(self, message: str, figures: dict[str, float] | None = None) -> None:
+        super().__init__(message)
+        self.figures = figures or {}
 
 
 @attrs.frozen
@@ -235,7 +239,7 @@ def served(router: Router, settings: Machine) -> Iterator[Served]:
             yield Served(place.port, child.pid, engines, settings, log)
         except CaseError as exc:
             said = (folder / "log").read_text(errors="replace").strip()[-600:]
-            raise CaseError(f"{exc}\n{said}" if said else str(exc)) from exc
+            raise CaseError(f"{exc}\n{said}" if said else str(exc), exc.figures) from exc
 
 
 def wait_ready(child: subprocess.Popen[str], port: int) -> None:

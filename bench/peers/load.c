@@ -3,7 +3,7 @@
  *     load --port N [--connections N] [--tokens N] [--stream] [--rate PER_S] [--ramp S] [--warmup S] [--seconds S] [--model NAME] [--pid PID]...
  *
  * Each connection sends its next request when the last was answered in full; with --rate requests begin at fixed intervals instead, on
- * whatever connection is idle. After --warmup a window of --seconds is measured and one JSON object printed: requests that ended and tokens
+ * the connection that has been idle longest. After --warmup a window of --seconds is measured and one JSON object printed: requests that ended and tokens
  * that arrived in it, CPU of the processes --pid, failures, and quantiles of the TTFT, of the time from a token's making (see engine.c) to
  * its arrival, and of the whole request.
  *
@@ -397,7 +397,9 @@ static void measure(void)
                 if (due < until) until = due;
                 break;
             }
-            begin(idle[--idle_count], options.rate > 0 ? due : now);
+            struct connection *longest = *idle; /* in turn, as many clients would: none of them sends often */
+            memmove(idle, idle + 1, (size_t)--idle_count * sizeof *idle);
+            begin(longest, options.rate > 0 ? due : now);
         }
         poll_until(until);
     }

@@ -69,7 +69,8 @@ def spread(values: Sequence[float]) -> str:
 
 def cell(report: Report, router: str, figure: Figure, case: str) -> str:
     values = list(report.by_round(router, figure.name).values())
-    failed = sum(1 for row in report.rows if row.router == router and row.case == case and row.failed)
+    rows = [row for row in report.rows if row.router == router and row.case == case]
+    failed = sum(1 for row in rows if row.failed and figure.name not in row.figures)
     if not values:
         return "failed" if failed else ""
     return spread(values) + (f", {failed} failed" if failed else "")

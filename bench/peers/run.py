@@ -41,6 +41,7 @@ def one(which: Router, case: str, round_: int, settings: Machine, scale: float) 
             after = server.threads()
     except CaseError as exc:
         row.failed = str(exc)
+        row.figures = {name: round(value, 4) for name, value in exc.figures.items()}
         return row
     row.waited = round(waited(before, after), 3)
     missing = {figure.name for figure in CASES[case].figures if figure.needs_router} if which.build is None else set()
