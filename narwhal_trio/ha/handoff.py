@@ -52,6 +52,11 @@ class _Lifecycle(msgspec.Struct):
     events: list[dict[str, Any]] = []
 
 
+class _Risk(msgspec.Struct):
+    kind: str
+    age_s: float
+
+
 class HandoffDocument(msgspec.Struct):
     """`narwhal.handoff` as far as it is applied. at: Unix seconds by the writer's clock. Other members are ignored."""
 
@@ -66,6 +71,7 @@ class HandoffDocument(msgspec.Struct):
     ejected: list[str]
     counters: dict[str, int]
     lifecycle: _Lifecycle
+    demand_risk: _Risk | None = None
 
     def check_model(self, model: str) -> None:
         """Raises `HandoffUnusable` if the document is about another one."""
@@ -97,7 +103,7 @@ def handoff_document(core: RouterCore, lifecycle: Lifecycle, *, wall: float) -> 
             "engine_restart_policy": core.config.recovery.engine_restart_policy,
             "process_starts": {},
         },
-        "demand_risk": None,
+        "demand_risk": core.roles.gate.document(trio.current_time()),
     }
 
 
@@ -118,7 +124,8 @@ def read_handoff(data: bytes) -> HandoffDocument:
 
 
 def apply_handoff(document: HandoffDocument, core: RouterCore, lifecycle: Lifecycle, *, wall: float) -> None:
-    """Take over roles of unpinned engines, ejections and lifecycle records, for the engines that both routers have.
+    """Take over roles of unpinned engines, ejections and lifecycle records, for the engines that both routers have, and how long ago
+    decode was short of engines.
 
     Counters stay with the process that counted. Raises `HandoffUnusable` for another model, with nothing changed.
     """
@@ -132,5 +139,7 @@ def apply_handoff(document: HandoffDocument, core: RouterCore, lifecycle: Lifecy
         engine.holds.discard(Hold.EJECTED)
         if engine.id in document.ejected:
             engine.holds.add(Hold.EJECTED)
+    if document.demand_risk is not None:
+        core.roles.gate.restore(document.demand_risk.kind, trio.current_time() - document.demand_risk.age_s)
     lifecycle.restore(msgspec.to_builtins(document.lifecycle), now=trio.current_time(), wall=wall)
     core.fleet.changed()

@@ -321,6 +321,7 @@ def test_the_next_router_knows_roles_ejections_and_drains(tmp_path: Path) -> Non
             a, b = await pair(s, tmp_path / "lease", recovery=quick)
             answer = await s.post("a", "/narwhal/lifecycle/drain", {"engines": ["p0"], "deadline_s": 77})
             assert answer.status == 200
+            a.router.core.roles.gate.note_risk("p_to_d_recovery", trio.current_time())
             s.engines["d1"].kill()
             await trio.sleep(3.5)
             assert (await s.get("a", "/narwhal/state")).json()["ejected"] == ["d1"]
@@ -331,6 +332,9 @@ def test_the_next_router_knows_roles_ejections_and_drains(tmp_path: Path) -> Non
             assert document["ejected"] == ["d1"]
             assert (document["epoch"], document["model"]) == (1, "sim")
             assert document["lifecycle"]["records"][0]["iid"] == "p0"
+            assert document["demand_risk"]["kind"] == "p_to_d_recovery"
+            assert document["demand_risk"]["age_s"] > 3
+            risk_at = trio.current_time() - document["demand_risk"]["age_s"]
             assert (await s.get("b", "/narwhal/state")).json()["draining"] == []
 
             await a.kill()
@@ -339,6 +343,9 @@ def test_the_next_router_knows_roles_ejections_and_drains(tmp_path: Path) -> Non
             assert (state["ejected"], state["draining"]) == (["d1"], ["p0"])
             lifecycle = (await s.get("b", "/narwhal/lifecycle")).json()
             assert lifecycle["engines"]["p0"]["state"] == "drained"
+            assert b.router.core.roles.gate.risk is not None
+            restored_at = b.router.core.roles.gate.risk[1]
+            assert risk_at <= restored_at <= risk_at + 10.0, "never older than it was, since clocks of machines differ"
             assert (await s.ask("b")).status == 200
             await s.restart_engine("d1")
             await trio.sleep(1.5)

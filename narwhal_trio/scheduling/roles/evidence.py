@@ -78,6 +78,17 @@ class EvidenceGate:
         self.risk = (kind, now)
         self.events[kind] += 1
 
+    def restore(self, kind: str, at: float) -> None:
+        """What another router saw. at: on this router's clock, may be before its start."""
+        if kind in _TEXT and (self.risk is None or at > self.risk[1]):
+            self.risk = (kind, at)
+
+    def document(self, now: float) -> dict[str, Any] | None:
+        """The last risk event for the hand-over document; None if there was none."""
+        if self.risk is None:
+            return None
+        return {"kind": self.risk[0], "age_s": round(now - self.risk[1], 3), "events": dict(self.events)}
+
     def read(self, demand: DemandHistory, *, short: float, window: float, least: float, now: float) -> Evidence:
         """least: a rise of decode demand by fewer engines than this says nothing, however large a part of next to nothing it is."""
         config = self._config
