@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     if asked.engines < 2:
         parser.error("--engines: at least 2, one of each role")
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     try:
         arrivals, spans = _load(asked)
     except (OSError, TraceError) as exc:

@@ -254,16 +254,7 @@ class EngineModel:
 
     async def _pull(self, job: Job, source: Source) -> bool:
         """Read the prompt's KV from the producer. False: not possible, compute it here instead."""
-        began = trio.current_time()
-        problem = "the handshake took too long"
-        tags: Sequence[Tag] | None = None
-        with trio.move_on_after(self.config.handshake_timeout_s):
-            try:
-                tags = await self._fabric.pull(source, known=source.engine_id in self.known_engines)
-            except PullFailed as failure:
-                problem = str(failure)
-                wait = self.config.handshake_timeout_s if failure.unreachable else self.config.time.transfer_base
-                await trio.sleep_until(began + wait)
+        tags, problem = await self._read(source)
         job.source = None
         if tags is None:
             self.counters.failed_transfers += 1
@@ -275,6 +266,21 @@ class EngineModel:
         await trio.sleep(seconds)
         self._received(job, tags, seconds)
         return True
+
+    async def _read(self, source: Source) -> tuple[Sequence[Tag] | None, str]:
+        """The producer's blocks, or None and why not."""
+        if source.engine_id == self.engine_id:
+            return None, "an engine cannot read from itself"  # measured: it says so at once, and its blocks stay held
+        began = trio.current_time()
+        problem = "the handshake took too long"
+        with trio.move_on_after(self.config.handshake_timeout_s):
+            try:
+                return await self._fabric.pull(source, known=source.engine_id in self.known_engines), ""
+            except PullFailed as failure:
+                problem = str(failure)
+                wait = self.config.handshake_timeout_s if failure.unreachable else self.config.time.transfer_base
+                await trio.sleep_until(began + wait)
+        return None, problem
 
     async def _meet(self, job: Job, meeting: Meeting) -> None:
         """SGLang's decode leg: wait for the prefill leg in their room and take its KV."""

@@ -62,7 +62,10 @@ async def _sequential(run: RequestRun) -> Outcome | LegFailure:
     result: Outcome | LegFailure | None = None
     try:
         with await decode_seat(run, held.usable_until) as seat:
-            result = await _decode(run, seat, held.descriptor, None, None)
+            at_home = seat.engine.id == held.entry.producer
+            if at_home:
+                _keep_at_home(run, held)
+            result = await _decode(run, seat, None if at_home else held.descriptor, None, None)
             return result
     finally:
         failure = result if isinstance(result, LegFailure) else None
@@ -72,6 +75,14 @@ async def _sequential(run: RequestRun) -> Outcome | LegFailure:
             )  # another engine may read this KV, if the request is tried again in time
         else:
             run.let_go(failure)  # whatever became of the decode leg: nobody else may read this KV now
+
+
+def _keep_at_home(run: RequestRun, held: HeldHandoff) -> None:
+    """The engine that decodes is the one that has prefilled, since it has changed its role or no other is left. An engine cannot read from
+    itself (vLLM 0.32 answers 500), and need not: it gets the request without a descriptor and finds the prompt in its prefix cache. The
+    blocks that it holds for others are freed when their lease ends."""
+    run.core.ledger.strand(held.entry)
+    run.held = None
 
 
 async def _rendezvous(run: RequestRun) -> Outcome | LegFailure:

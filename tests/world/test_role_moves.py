@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import trio
 
+from narwhal_trio.engine_sim import TimeModel
 from narwhal_trio.scheduling.fleet import Hold, Work as RequestWork
 from narwhal_trio.scheduling.profile_store import ProfileStore, dump_profiles
 from narwhal_trio.testing import World, run_world
@@ -240,3 +241,52 @@ def test_late_requests_do_not_make_a_standby_move_anything(profiles: Table) -> N
             assert not state(found)["flips"]
 
     run_world(main, 9)
+
+
+def test_an_engine_that_changes_its_role_under_a_request_decodes_what_it_has_prefilled() -> None:
+    """Engines can't read from themselves; this one is the only one left to decode, and needn't."""
+
+    async def main(world: World) -> None:
+        async with fleet(world, 2, 1, time=TimeModel(prefill_c=1.0)) as found:
+            core = found.router.core
+            tokens: list[int] = []
+
+            async def request() -> None:
+                async with found.router.stream("completions", {"prompt": [3] * 500, "max_tokens": 5}) as events:
+                    tokens.append(len([event async for event in events]))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(request)
+                await trio.sleep(0.5)
+                core.fleet.hold(EngineId("d0"), Hold.SUSPECT)
+                [busy] = [engine.id for engine in core.fleet if engine.prefills]
+                core.fleet.hold(next(EngineId(name) for name in ("p0", "p1") if name != busy), Hold.SUSPECT)
+                core.fleet.engines[busy].role = Role.DECODE
+            assert tokens == [5]
+            await trio.sleep(1)
+            [row] = found.rows
+            assert (row["prefill_iid"], row["decode_iid"], row["attempts"], row["crossed"]) == (busy, busy, 1, False)
+            assert found.legs(busy)[-1].body.find(b"kv_transfer_params") == -1
+            await found.at_rest(requests=1)
+
+    run_world(main, 10)
+
+
+@pytest.mark.parametrize("gone", ["p0", "d0"])
+def test_where_a_role_has_no_engine_left_the_other_stands_in(gone: str) -> None:
+    async def main(world: World) -> None:
+        async with fleet(world, 1, 1) as found:
+            core = found.router.core
+            core.other_roles = True  # not yet the default
+            core.fleet.hold(EngineId(gone), Hold.SUSPECT)
+            assert core.missing_engines() == ""
+            async with found.router.stream("completions", {"prompt": [3] * 500, "max_tokens": 5}) as events:
+                assert len([event async for event in events]) == 5
+            await trio.sleep(1)
+            [row] = found.rows
+            left = "d0" if gone == "p0" else "p0"
+            assert (row["prefill_iid"], row["decode_iid"]) == (left, left)
+            assert not found.engines[gone].state().requests
+            await found.at_rest(requests=1)
+
+    run_world(main, 11)
