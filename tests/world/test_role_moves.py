@@ -286,7 +286,7 @@ def test_where_a_role_has_no_engine_left_the_other_stands_in(gone: str) -> None:
             [row] = found.rows
             left = "d0" if gone == "p0" else "p0"
             assert (row["prefill_iid"], row["decode_iid"]) == (left, left)
-            assert not found.engines[gone].state().requests
+            assert not found.legs(gone)
             await found.at_rest(requests=1)
 
     run_world(main, 11)
