@@ -24,7 +24,9 @@ from narwhal_trio.api import RequestFailed
 from narwhal_trio.engine_sim import MISSING, Fault, TimeModel, overloaded
 from narwhal_trio.outcomes import Condition
 from narwhal_trio.router.gauges import at_rest_gauges
+from narwhal_trio.scheduling.fleet import Hold
 from narwhal_trio.testing import Link, World, run_world
+from narwhal_trio.types import Role
 from tests.contract.test_section_o_admission import profiles
 from tests.sim.fleet import CHAT, COMPLETIONS, Fleet, chat, fleet
 
@@ -153,6 +155,13 @@ async def _weather(f: Fleet, rng: random.Random, nursery: trio.Nursery) -> None:
             await nursery.start(engine.serve, f.world.network.listen(engine.config.name, 8000))
         elif event < 0.8 and core.running:
             f.router.cancel(rng.choice(list(core.running)))
+        elif event < 0.85:
+            role = rng.choice(list(Role))
+            for each in core.fleet.live(role):
+                core.fleet.hold(each.id, Hold.QUARANTINED)
+            await trio.sleep(rng.uniform(0, 0.3))
+            for each in core.fleet:
+                core.fleet.lift(each.id, Hold.QUARANTINED)
         elif event < 0.95:
             state: dict[str, Any] = {rng.choice(["standby", "fenced", "maintenance", "degraded"]): "weather"}
             core.readiness.update(**state)
@@ -177,10 +186,10 @@ async def _laws(f: Fleet) -> None:
         assert core.inflight <= core.retained
 
 
-def _files(rng: random.Random, folder: Path, iids: list[str]) -> dict[str, dict[str, Any]]:
+def _files(rng: random.Random, folder: Path, iids: list[str], *, predictive: bool) -> dict[str, dict[str, Any]]:
     """Sections about files: measured profiles, and the keys of clients if this router asks for them."""
     found: dict[str, dict[str, Any]] = {"profiles": {"path": ""}}
-    if rng.random() < 0.5:
+    if predictive:
         found["profiles"] = profiles(folder, *iids, decode_max_requests=rng.choice([2, 1000]))
     if rng.random() < 0.3:
         path = folder / "keys"
@@ -192,8 +201,9 @@ def _files(rng: random.Random, folder: Path, iids: list[str]) -> dict[str, dict[
 async def history(world: World, requests: int, folder: Path) -> Counter[str]:
     """One fleet's life; returns how often each condition ended a request."""
     rng = world.rng
+    predictive = rng.random() < 0.4
     limits = {
-        "admission": rng.choice(["open", "open", "predictive"]),
+        "admission": "predictive" if predictive else "open",
         "max_request_bytes": 8192,
         "max_response_bytes": rng.choice([1 << 24] * 4 + [3000]),
         "retention_limit": rng.choice([0] * 5 + [6]),
@@ -217,7 +227,9 @@ async def history(world: World, requests: int, folder: Path) -> Counter[str]:
         "recovery": {"state_path": "", "liveness_every": 1, "liveness_misses": 1, "readmit_every": 2},
     }
     prefill, decode = rng.randint(1, 3), rng.randint(1, 3)
-    sections |= _files(rng, folder, [f"p{n}" for n in range(prefill)] + [f"d{n}" for n in range(decode)])
+    sections |= _files(
+        rng, folder, [f"p{n}" for n in range(prefill)] + [f"d{n}" for n in range(decode)], predictive=predictive
+    )
     leaves_at = rng.choice([None, None, None, rng.uniform(0.7, 1)])
     async with fleet(world, prefill, decode, time=FAST, sim={"lease_s": 10.0}, **sections) as f:
         numbers = iter(range(requests))
