@@ -201,6 +201,8 @@ def classify(
         if role is Role.PREFILL or status is not None:
             return FailureClass.TIMEOUT
         return FailureClass.OVERLOAD if other_output else FailureClass.STREAM
+    if status is not None and 400 <= status < 500:
+        return Evidence.ANSWER  # a verdict on the request, or on this router's credential
     if role is Role.PREFILL:
         return FailureClass.KV_HANDOFF if status == 200 else FailureClass.INFERENCE_STATUS
     return FailureClass.STREAM if status is None else FailureClass.INFERENCE_STATUS

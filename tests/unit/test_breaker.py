@@ -41,6 +41,8 @@ C = FailureClass
         (Condition.INVALID_RESPONSE, D, {}, C.STREAM),
         # What the client asked for, and what this router could not do.
         (Condition.ENGINE_REJECTED, P, {"status": 400}, Evidence.ANSWER),
+        (Condition.ENGINE_FAULT, P, {"status": 401}, Evidence.ANSWER),
+        (Condition.ENGINE_FAULT, D, {"status": 418}, Evidence.ANSWER),
         (Condition.SATURATED, P, {}, None),
         (Condition.SATURATED, D, {"lost": True}, None),
         (Condition.RESPONSE_LIMIT, D, {}, None),
