@@ -117,7 +117,7 @@ def _load(asked: argparse.Namespace) -> tuple[list[Arrival], list[Span]]:
         return phased(several, asked.seed), spans
     arrivals = scaled(read_trace(asked.trace), rate=asked.rate, length=asked.length, limit_s=asked.limit_s)
     part = arrivals[-1].at / PARTS
-    ends = [(n + 1) * part for n in range(PARTS - 1)] + [float("inf")]
+    ends = [(n + 1) * part for n in range(PARTS - 1)] + [arrivals[-1].at + 1]
     return arrivals, [(f"part {n + 1}", n * part, ends[n]) for n in range(PARTS)]
 
 
