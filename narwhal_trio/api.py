@@ -235,7 +235,7 @@ async def open_router(
         await nursery.start(journal.run)
         poller: Poller | None = None
         if sockets is not None:
-            poller = sockets.poller = await nursery.start(poll_sockets)
+            poller = sockets.poller = await nursery.start(poll_sockets, config.server.stream_gather_s)
         core = RouterCore(
             config,
             dialer,

@@ -163,6 +163,12 @@ class ServerConfig:
         unit="s",
         rule=NOT_NEGATIVE,
     )
+    stream_gather_s: float = key(
+        0.003,
+        "longest delay of a streamed token (never the first) for serving many streams at once, under load. 0 = off",
+        unit="s",
+        rule=NOT_NEGATIVE,
+    )
 
 
 @attrs.frozen(kw_only=True)

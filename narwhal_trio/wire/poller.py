@@ -26,8 +26,8 @@ _BATCH: Final = 64
 """Sockets served before other tasks get their turn."""
 _BUSY_PER_S: Final = 2000
 """Reads of running streams in a second from which they are gathered. Below it each is passed on at once."""
-_GATHER_S: Final = 0.001
-"""How long reads are gathered. A token comes that much later at most; its engine's pace is unchanged."""
+_TOGETHER: Final = 16
+"""Reads that are gathered if the time given for it allows: then a read's share of the wake-up is small beside its own cost."""
 _SAMPLE: Final = 64
 """Reads over which their rate is taken."""
 
@@ -55,10 +55,11 @@ class Poller:
     """Tells `Watched` sockets when they are ready. Works while `run` does; made and run by `open_router`.
 
     Sockets of running streams (`gather`) may be served a moment later than others, together: under load most of what an event costs
-    is the wake-up for it.
+    is the wake-up for it. gather_s: that moment at most, 0 for never; a token comes that much later, its engine's pace is unchanged.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gather_s: float = 0.0) -> None:
+        self._gather_s = gather_s
         self._watched: dict[int, Watched] = {}
         self._now = _Set(self._watched)
         self._soon = _Set(self._watched)
@@ -88,15 +89,16 @@ class Poller:
     async def _serve_soon(self) -> None:
         streams = self._soon
         began, served = trio.current_time(), 0
-        busy = False
+        pause = 0.0
         while True:
             await streams.wait()
-            if busy:
-                await trio.sleep(_GATHER_S)
+            if pause:
+                await trio.sleep(pause)
             served += streams.serve()
             if served >= _SAMPLE:
                 now = trio.current_time()
-                busy = served >= (now - began) * _BUSY_PER_S
+                each = (now - began) / served
+                pause = min(self._gather_s, _TOGETHER * each) if each * _BUSY_PER_S <= 1 else 0.0
                 began, served = now, 0
 
     def watch(self, fd: int, watched: Watched) -> bool:
@@ -108,7 +110,7 @@ class Poller:
 
     def gather(self, fd: int, watched: Watched, *, on: bool) -> None:
         """Serve this socket together with others like it from now on, or (on=False) at once again."""
-        if self._closed or self._watched.get(fd) is not watched:
+        if self._closed or self._watched.get(fd) is not watched or not (self._gather_s or watched.gathered):
             return
         source, target = (self._now, self._soon) if on else (self._soon, self._now)
         source.remove(fd, watched)
@@ -190,12 +192,15 @@ class _Set:
         return len(found)
 
 
-async def poll_sockets(*, task_status: trio.TaskStatus[Poller | None]) -> None:
-    """Run a poller until cancelled. Where there is no epoll, `started()` gives None and each socket waits by trio's means."""
+async def poll_sockets(gather_s: float = 0.0, *, task_status: trio.TaskStatus[Poller | None]) -> None:
+    """Run a poller until cancelled. Where there is no epoll, `started()` gives None and each socket waits by trio's means.
+
+    gather_s: see `Poller`.
+    """
     if not hasattr(select, "epoll"):
         task_status.started(None)
         return
-    poller = Poller()
+    poller = Poller(gather_s)
     task_status.started(poller)
     await poller.run()
 

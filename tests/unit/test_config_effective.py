@@ -277,6 +277,7 @@ PINNED: dict[str, object] = {
     "server.write_timeout_s": 30.0,
     "server.lane": "auto",
     "server.keepalive_comment_s": 0.0,
+    "server.stream_gather_s": 0.003,
     "auth.mode": "none",
     "auth.trusted_header": "x-authenticated-client",
     "journal.path": "runs/journal.jsonl",

@@ -168,6 +168,7 @@ BROKEN: list[tuple[str, object, str]] = [
     ("server.write_timeout_s", 0, "must be > 0"),
     ("server.lane", "h2", 'must be "auto" or "hypercorn", got "h2"'),
     ("server.keepalive_comment_s", -1, "must be >= 0"),
+    ("server.stream_gather_s", -0.1, "must be >= 0"),
     ("auth.mode", "basic", 'must be "none" or "api_keys" or "trusted_header", got "basic"'),
     ("auth.admin_key_env", "1A", "name of an environment variable"),
     ("auth.trusted_header", "X-Client", 'must be a lower-case header name, got "X-Client"'),
