@@ -127,8 +127,23 @@ class Http1Sink(EdgeSink):
             await self._send(framed)
 
     def write_nowait(self, data: bytes) -> bool:
-        framed = self._framed(data)
-        return not framed or self._send_nowait(framed)
+        if self._pending or self._raw or self._mute or not data or self.aborted or self.ended or not self.started:
+            framed = self._framed(data)
+            return not framed or self._send_nowait(framed)
+        # Each event of a stream comes this way.
+        framed = b"%x\r\n%b\r\n" % (len(data), data)
+        self.clean = False
+        try:
+            sent = self._stream.send_nowait(framed)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            self._lost()
+            raise
+        if sent == len(framed):
+            self.clean = True
+            return True
+        self._unwritten = memoryview(framed)[sent:]
+        self._ending = False
+        return False
 
     async def finish(self) -> None:
         data = self._end_of(b"")

@@ -37,6 +37,8 @@ _TAIL_S = 0.5
 
 _GAP_SLACK = 1.0625
 """How much later than its bound silence may be noticed, so that the deadline need not be moved at each read."""
+_BOOK_S = 0.25
+"""How long the tokens of a stream may be unknown to the books: pricing and metrics need no more, and each booking costs."""
 _CAUGHT_UP_S = 0.0005
 """A read that waited this long has found nothing that was sent before."""
 _SLOW_CLIENT_S = 0.001
@@ -95,7 +97,10 @@ class _Relay:
         """What `_step` leaves for `pump` to write."""
         self.started = False
         self.ended = False
-        self.counted = 0
+        self.seen = 0
+        self.booked = 0
+        """Tokens that have come, and those of them that the books know of."""
+        self.booked_at = 0.0
         self.now = 0.0
         """Instant of the latest read."""
         self.asked_at = 0.0
@@ -155,6 +160,7 @@ class _Relay:
                 written_at = trio.current_time()
                 self.held_s += written_at - self.now
                 if written_at - self.now > _SLOW_CLIENT_S:
+                    self.book()
                     self.last_at, self.behind = None, True  # the next gap is the client's doing, not the engine's
                     self.run.client_held_s += written_at - self.now
                 self.now = written_at
@@ -196,19 +202,34 @@ class _Relay:
             self.timer.deadline = self.quiet_until = self.now + self.gap_s * _GAP_SLACK
 
     def _count(self) -> None:
-        """Book the tokens of the latest read."""
-        fresh = self.fold.ledger.count - self.counted
-        if not fresh:
+        """Take note of the latest read's tokens; the books hear of them now and then."""
+        count = self.fold.ledger.count
+        if count == self.seen:
             return
-        run, claim, now = self.run, self.claim, self.now
-        self.counted += fresh
-        claim.grow(fresh)
-        run.core.accounting.tokens_observed(run.record, fresh)
-        if self.last_at is not None:
-            run.core.policy.on_tokens(claim.engine, fresh, now - self.last_at, now)
+        self.seen = count
+        now = self.now
+        self.claim.engine.output_at = now
+        if self.last_at is None:
+            self.book()
+            if self.identified and not (self.behind and now - self.asked_at < _CAUGHT_UP_S):
+                self.last_at, self.behind = now, False
+        else:
             self.last_at = now
-        elif self.identified and not (self.behind and now - self.asked_at < _CAUGHT_UP_S):
-            self.last_at, self.behind = now, False
+            if now - self.booked_at >= _BOOK_S:
+                self.book()
+
+    def book(self) -> None:
+        """Tell the books of all tokens since they last heard. Gaps add up: what is learned from them is their mean."""
+        fresh = self.fold.ledger.count - self.booked
+        now = self.now if self.last_at is None else self.last_at
+        if fresh:
+            run, claim = self.run, self.claim
+            self.booked += fresh
+            claim.grow(fresh)
+            run.core.accounting.tokens_observed(run.record, fresh)
+            if self.last_at is not None:
+                run.core.policy.on_tokens(claim.engine, fresh, now - self.booked_at, now)
+        self.booked_at = now
 
     def _first_output(self) -> None:
         run, now = self.run, self.now
@@ -347,6 +368,8 @@ async def relay(run: RequestRun, claim: Claim, leg: Leg, gate: PrefillGate | Non
         except WireError as exc:
             if not run.answered:
                 return LegFailure.of_wire(exc, engine, run.phase, Role.DECODE)
+        finally:
+            state.book()
     if run.answered:
         return Outcome(Condition.COMPLETED, phase=Phase.STREAM)
     return state.expired()

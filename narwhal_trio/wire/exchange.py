@@ -279,7 +279,7 @@ class Exchange:
             nonlocal finished
             assert stream is not None
             try:
-                received = stream.receive_nowait(MAX_RECEIVE)
+                received = stream.receive_nowait()
             except trio.WouldBlock:
                 return True
             except trio.BrokenResourceError as exc:

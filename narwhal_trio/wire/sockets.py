@@ -158,7 +158,7 @@ class SocketStream(Stream, Watched):
         return True
 
     def receive_nowait(self, max_bytes: int | None = None) -> bytes:
-        size = receive_size(max_bytes)
+        size = MAX_RECEIVE if max_bytes is None else receive_size(max_bytes)
         try:
             data = self._recv(size)
         except BlockingIOError:
