@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import select
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -22,8 +23,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Poller", "Watched", "poll_sockets"]
 
-_BATCH: Final = 64
-"""Sockets served before other tasks get their turn."""
+_LOOK: Final = 1024
+"""Events looked at in one go."""
+_TASKS: Final = 16
+"""Tasks woken before the scheduler looks for deadlines and cancellations again: each may have a request's worth of work."""
+_STEPS: Final = 64
+"""Relay steps in a row, likewise; each is one read of a stream."""
 _BUSY_PER_S: Final = 2000
 """Reads of running streams in a second from which they are gathered. Below it each is passed on at once."""
 _TOGETHER: Final = 16
@@ -40,14 +45,14 @@ class Watched:
     on_ready, on_end: called by the poller's task; must neither wait nor raise.
     """
 
-    __slots__ = ("batch", "ended", "gathered", "on_end", "on_ready", "ready")
+    __slots__ = ("ended", "gathered", "generation", "on_end", "on_ready", "ready")
 
     def __init__(self) -> None:
         self.ready = True
         self.ended = False
         self.on_ready: Callable[[], None] | None = None
         self.on_end: Callable[[], None] | None = None
-        self.batch = -1
+        self.generation = -1
         self.gathered = False
 
 
@@ -61,8 +66,8 @@ class Poller:
     def __init__(self, gather_s: float = 0.0) -> None:
         self._gather_s = gather_s
         self._watched: dict[int, Watched] = {}
-        self._now = _Set(self._watched)
-        self._soon = _Set(self._watched)
+        self._now = _Set(self._watched, _TASKS)
+        self._soon = _Set(self._watched, _STEPS)
         self._closed = False
 
     async def run(self) -> None:
@@ -122,12 +127,12 @@ class Poller:
         """Called before the descriptor is closed, which ends the kernel's part of the registration."""
         if self._watched.get(fd) is watched:
             del self._watched[fd]
-        self._now.again.pop(watched, None)
-        self._soon.again.pop(watched, None)
+        self._now.pending.pop(watched, None)
+        self._soon.pending.pop(watched, None)
 
     def again(self, watched: Watched) -> None:
         """From `on_ready`: call it once more after other tasks had their turn, there is more to read than one turn's worth."""
-        (self._soon if watched.gathered else self._now).again[watched] = None
+        (self._soon if watched.gathered else self._now).pending[watched] = None
 
     @property
     def closed(self) -> bool:
@@ -135,25 +140,27 @@ class Poller:
 
 
 class _Set:
-    """Sockets that are served together: an epoll descriptor, and those that have more to read than one turn's worth."""
+    """Sockets that are served together: an epoll descriptor, and those of them that are ready. batch: how many are told in one go."""
 
-    def __init__(self, watched: dict[int, Watched]) -> None:
-        self.again: dict[Watched, None] = {}
+    def __init__(self, watched: dict[int, Watched], batch: int) -> None:
+        self.pending: dict[Watched, None] = {}
+        """Ready, and not told yet."""
         self._watched = watched
+        self._batch = batch
         self._epoll = select.epoll()
         self._descriptor = self._epoll.fileno()
-        self._batch = 0
+        self._generation = 0
 
     def add(self, fd: int, watched: Watched) -> bool:
         try:
             self._epoll.register(fd, _MASK)
         except OSError:
             return False  # /proc/sys/fs/epoll/max_user_watches, or a descriptor that epoll does not take
-        watched.batch = self._batch
+        watched.generation = self._generation
         return True
 
     def remove(self, fd: int, watched: Watched) -> None:
-        self.again.pop(watched, None)
+        self.pending.pop(watched, None)
         with contextlib.suppress(OSError):
             self._epoll.unregister(fd)
 
@@ -162,34 +169,36 @@ class _Set:
         self._epoll.close()
 
     async def wait(self) -> None:
-        if self.again:
+        if self.pending:
             await trio.lowlevel.checkpoint()
         else:
             await trio.lowlevel.wait_readable(self._descriptor)
 
     def serve(self) -> int:
-        """Tell each socket that is ready; returns how many were."""
-        again = self.again
-        if again:
-            self.again = {}
-            for watched in again:
-                if watched.on_ready is not None:
-                    watched.on_ready()
-        self._batch += 1
-        found = self._epoll.poll(0, _BATCH)
-        for fd, events in found:
-            watched_now = self._watched.get(fd)
-            # A socket opened while this batch was being served may have the number of one that the batch was about.
-            if watched_now is None or watched_now.batch == self._batch:
+        """Note what has come, tell of every end, and then a batch of those that are ready; returns how many were told.
+
+        Ends come first, and whoever is told has run by the next call: a cancellation waits for one batch, however many are ready.
+        """
+        self._generation += 1
+        for fd, events in self._epoll.poll(0, _LOOK):
+            watched = self._watched.get(fd)
+            # A socket opened while these events were being looked at may have the number of one that they are about.
+            if watched is None or watched.generation == self._generation:
                 continue
-            watched_now.ready = True
+            watched.ready = True
             if events & _END:
-                watched_now.ended = True
-                if watched_now.on_end is not None:
-                    watched_now.on_end()
-            if watched_now.on_ready is not None:
-                watched_now.on_ready()
-        return len(found)
+                watched.ended = True
+                if watched.on_end is not None:
+                    watched.on_end()
+            if watched.on_ready is not None:
+                self.pending[watched] = None
+        told = 0
+        for watched in list(islice(self.pending, self._batch)):
+            self.pending.pop(watched, None)
+            if watched.on_ready is not None:
+                watched.on_ready()
+                told += 1
+        return told
 
 
 async def poll_sockets(gather_s: float = 0.0, *, task_status: trio.TaskStatus[Poller | None]) -> None:
