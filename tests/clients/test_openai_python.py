@@ -200,6 +200,10 @@ BROKEN: dict[str, Fault] = {
 }
 
 
+LONG: dict[str, Any] = {"max_tokens": 200, "extra_body": {"ignore_eos": True}}
+"""A busy machine puts many tokens into one event; the fault has to come before the answer is over all the same."""
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_stream_raises(client: openai.OpenAI, served: Served, name: str) -> None:
     """Nothing of it may look like a whole answer; and nobody sends a stream that has begun again."""
@@ -207,7 +211,7 @@ def test_a_broken_stream_raises(client: openai.OpenAI, served: Served, name: str
     got: list[object] = []
 
     def read() -> None:
-        with client.chat.completions.create(model=MODEL, messages=HELLO, stream=True) as events:
+        with client.chat.completions.create(model=MODEL, messages=HELLO, stream=True, **LONG) as events:
             got.extend(events)
 
     with pytest.raises(openai.APIError) as caught:
@@ -275,7 +279,7 @@ def test_a_broken_stream_raises_under_both_loops(served: Served, run: Callable[.
     served.fault(BROKEN["reset"], path=CHAT)
 
     async def read(client: openai.AsyncOpenAI) -> None:
-        async with await client.chat.completions.create(model=MODEL, messages=HELLO, stream=True) as events:
+        async with await client.chat.completions.create(model=MODEL, messages=HELLO, stream=True, **LONG) as events:
             async for _ in events:
                 pass
 
