@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import os
 import socket
 import ssl
 import stat
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import structlog
 import trio
 
 from narwhal_trio.config.address import Bind, parse_bind
 from narwhal_trio.edge.http1 import run_connection
-from narwhal_trio.edge.hypercorn import HypercornLane
 from narwhal_trio.wire.sockets import SocketStream
 from narwhal_trio.wire.tls import TlsStream
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from narwhal_trio.core.sink import App
+    from narwhal_trio.edge.hypercorn import HypercornLane
     from narwhal_trio.edge.settings import EdgeSettings, EdgeState
     from narwhal_trio.wire.base import Stream
     from narwhal_trio.wire.poller import Poller
@@ -54,7 +56,13 @@ _ABORTED: Final = frozenset(
 )
 """Errors of the connection that accept would have returned (accept(2)): the next one may be fine."""
 _PAUSE_S: Final = 0.1
+_HYPERCORN: Final = "narwhal_trio.edge.hypercorn"
+"""Loaded where it is needed: HTTP/2 costs 6 MiB of memory, and most routers never meet it."""
 _LOG_INTERVAL_S: Final = 10.0
+
+
+def _hypercorn() -> Any:
+    return importlib.import_module(_HYPERCORN)
 
 
 class Listener(Protocol):
@@ -268,7 +276,9 @@ class _Server:
         self._settings = settings
         self._state = state
         self._tls = tls
-        self._lane = HypercornLane(app, settings, state)
+        self._lane: HypercornLane | None = None
+        if tls is not None or settings.lane == "hypercorn":
+            self._lane = _hypercorn().HypercornLane(app, settings, state)
         self._quiet_until = float("-inf")
         self._starting = 0
         """Accepted connections whose tasks have not begun to count themselves."""
@@ -310,6 +320,13 @@ class _Server:
         self._state.close_longest_idle()
         await trio.sleep(_PAUSE_S)
 
+    async def _hypercorn_lane(self) -> HypercornLane:
+        if self._lane is None and _HYPERCORN not in sys.modules:
+            await trio.to_thread.run_sync(_hypercorn)  # a tenth of a second, in which streams go on
+        if self._lane is None:
+            self._lane = _hypercorn().HypercornLane(self._app, self._settings, self._state)
+        return self._lane
+
     async def _connection(self, stream: Stream) -> None:
         # Not "", which means this machine: what does not tell its peer may have it anywhere.
         peer = getattr(stream, "peer_ip", "unknown")
@@ -324,12 +341,12 @@ class _Server:
                     return
                 protocol = secured.alpn_protocol
             if protocol == "h2" or self._settings.lane == "hypercorn":
-                await self._lane.serve(
-                    stream, "h2" if protocol == "h2" else "http/1.1", peer=peer, tls=self._tls is not None
-                )
+                lane = await self._hypercorn_lane()
+                await lane.serve(stream, "h2" if protocol == "h2" else "http/1.1", peer=peer, tls=self._tls is not None)
                 return
 
             async def hand_over(replay: Stream, how: str) -> None:
-                await self._lane.serve(replay, how, peer=peer, tls=self._tls is not None)
+                lane = await self._hypercorn_lane()
+                await lane.serve(replay, how, peer=peer, tls=self._tls is not None)
 
             await run_connection(stream, self._app, self._settings, self._state, peer=peer, hand_over=hand_over)
