@@ -9,7 +9,7 @@ import trio
 from narwhal_trio.core.sink import BodyFault, Inbound
 from narwhal_trio.edge.body import BodyCollector
 from narwhal_trio.edge.http1_body import framing_of
-from narwhal_trio.edge.replay import ReplayStream
+from narwhal_trio.edge.replay import UpgradeStream
 from narwhal_trio.wire.base import MAX_RECEIVE
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ class Http1Inbound(Inbound):
         missing = self.framing.missing(self._reader.buffer)
         return missing is not None and missing <= self._settings.unread_limit
 
-    def detach(self) -> Stream:
+    def detach(self) -> UpgradeStream:
         """Take the connection away from HTTP, for a protocol upgrade: a stream that begins with this request's head again.
 
         Only while nobody watches or reads and nothing was answered. The edge closes the connection once the application returns.
@@ -226,6 +226,6 @@ class Http1Inbound(Inbound):
         if self._sink is None or self._sink.started or not self.framing.done or not self.upgrade:
             raise RuntimeError("only an unanswered upgrade request without a body can leave HTTP")
         self.detached = self._sink.started = self._sink.ended = True
-        replay = self._raw_head + bytes(self._reader.buffer)
+        early = bytes(self._reader.buffer)
         self._reader.buffer.clear()
-        return ReplayStream(self._stream, replay)
+        return UpgradeStream(self._stream, self._raw_head, early)

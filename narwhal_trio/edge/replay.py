@@ -6,7 +6,7 @@ import trio
 
 from narwhal_trio.wire.base import Stream
 
-__all__ = ["ReplayStream"]
+__all__ = ["ReplayStream", "UpgradeStream"]
 
 
 class ReplayStream(Stream):
@@ -59,3 +59,26 @@ class ReplayStream(Stream):
     def close_now(self) -> None:
         self._data = b""
         self._stream.close_now()
+
+
+class UpgradeStream(ReplayStream):
+    """The connection of an upgrade request: first its head again, then nothing until the upgrade has been accepted.
+
+    A client has to wait for the 101 before it sends more. What one has sent all the same (`early`) comes after it, in its order, instead
+    of in the middle of the handshake, where it would be read too soon to be answered and too late to be refused.
+    """
+
+    def __init__(self, stream: Stream, head: bytes, early: bytes) -> None:
+        super().__init__(stream, head)
+        self._early = early
+        self._accepted = trio.Event()
+
+    def accepted(self) -> None:
+        """The 101 is on its way."""
+        self._data, self._early = self._data + self._early, b""
+        self._accepted.set()
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
+        if not self._data:
+            await self._accepted.wait()
+        return await super().receive_some(max_bytes)

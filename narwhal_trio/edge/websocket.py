@@ -24,6 +24,7 @@ from narwhal_trio.types import AbortCause, Endpoint
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from narwhal_trio.edge.replay import UpgradeStream
     from narwhal_trio.router.core import RouterCore
     from narwhal_trio.wire.stream import Stream
 
@@ -41,11 +42,11 @@ _INVALID: Final = "invalid_request_error"
 class Detachable(Protocol):
     """An HTTP request whose connection can be taken over."""
 
-    def detach(self) -> Stream: ...
+    def detach(self) -> UpgradeStream: ...
 
 
 async def serve_websocket(
-    stream: Stream,
+    stream: UpgradeStream,
     session: Callable[[WebSocketConnection, Stream], Awaitable[None]],
     *,
     max_message: int,
@@ -61,8 +62,9 @@ async def serve_websocket(
                 request = await wrap_server_stream(nursery, stream, message_queue_size=1, max_message_size=max_message)
                 agreed = protocol if protocol in request.proposed_subprotocols else None
                 socket = await request.accept(subprotocol=agreed)
-            except HandshakeError:
-                return  # trio-websocket has answered; nothing else was promised
+            except (HandshakeError, ConnectionClosed):
+                return  # trio-websocket has answered, or the client has left; nothing else was promised
+            stream.accepted()
             try:
                 await session(socket, stream)
             except Exception as exc:

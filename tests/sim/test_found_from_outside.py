@@ -12,8 +12,15 @@ import trio
 from narwhal_trio.control.probes import ProbeResult
 from narwhal_trio.testing import World, run_world
 from narwhal_trio.types import EngineId, Role
-from tests.sim.fleet import CHAT, COMPLETIONS, chat, fleet
+from narwhal_trio.wire.stream import parse_address
+from tests.sim.fleet import CHAT, COMPLETIONS, ROUTER, chat, fleet
 from tests.sim.test_websocket import hear, say, websocket
+
+
+def _masked(data: bytes) -> bytes:
+    """Length, mask and masked payload of a short frame."""
+    key = b"abcd"
+    return bytes([0x80 | len(data)]) + key + bytes(c ^ key[n % 4] for n, c in enumerate(data))
 
 
 @pytest.mark.parametrize("how", ["close", "reset", "half_close"])
@@ -119,3 +126,46 @@ def test_an_upgrade_with_a_body_is_refused() -> None:
             await f.at_rest(requests=0)
 
     run_world(main, 5)
+
+
+EARLY: dict[str, tuple[bytes, bytes]] = {
+    "a frame": (b"\x81" + _masked(b'{"type":"cancel","id":"zz"}'), b"\x81"),
+    "a reserved bit": (b"\xc1" + _masked(b"x"), b"\x88"),
+    "no mask": (b"\x81\x01x", b"\x88"),
+    "a length beyond all bounds": (b"\x81\xff" + b"\xff" * 8 + b"abcd", b"\x88"),
+}
+
+
+@pytest.mark.parametrize("early", EARLY)
+@pytest.mark.parametrize("together", [True, False])
+def test_frames_that_come_before_the_upgrade_was_accepted_are_neither_lost_nor_a_fault(
+    early: str, together: bool
+) -> None:
+    """They were read in the middle of the handshake: good ones waited for the next byte, bad ones were a traceback in the log."""
+    sent, answered = EARLY[early]
+
+    async def main(world: World) -> None:
+        async with fleet(world) as f:
+            stream = await world.network.dial(parse_address(ROUTER))
+            head = (
+                b"GET /v1/stream HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+                b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+            )
+            if together:
+                await stream.send_all(head + sent)
+            else:
+                await stream.send_all(head)
+                await stream.send_all(sent)
+            received = b""
+            with trio.move_on_after(5):  # a good frame keeps the socket open, a bad one ends it
+                while data := await stream.receive_some():
+                    received += data
+            head, _, answer = received.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 101 ")
+            assert answer.startswith(answered) or (answer == b"" and early != "a frame")
+            assert (trio.current_time() >= 5) == (early == "a frame")
+            stream.close_now()
+            await f.at_rest(requests=0)
+            assert f.router.edge_state.faults == 0
+
+    run_world(main, 6)
