@@ -141,7 +141,7 @@ def _unix_problem(text: str, netloc: str, path: str) -> str | None:
 def normal_url(url: str) -> str:
     """The form in which the rest of the package sees a base URL: no trailing slash, a unix socket as `unix:/PATH`."""
     if url.startswith("unix:///"):
-        url = f"unix:{url[len('unix://') :]}"
+        url = f"unix:/{url[len('unix:') :].lstrip('/')}"
     return url.rstrip("/")
 
 

@@ -9,6 +9,7 @@ import attrs
 
 from narwhal_trio.config.control import unset
 from narwhal_trio.config.errors import Problem, touched
+from narwhal_trio.config.keys import shown
 from narwhal_trio.types import Role
 
 if TYPE_CHECKING:
@@ -165,7 +166,10 @@ def _backend_names(config: RouterConfig) -> Iterator[Finding]:
     for field in ("connector", "dialect"):
         given, right = getattr(engine, field), getattr(engine.kind, field)
         if given not in ("", right):
-            yield f"engine.{field}", f'must be "{right}" or "" for engine.backend "{engine.backend}", got "{given}"'
+            yield (
+                f"engine.{field}",
+                f'must be "{right}" or "" for engine.backend "{engine.backend}", got {shown(given)}',
+            )
 
 
 def _contract_backend(config: RouterConfig) -> Iterator[Finding]:
