@@ -131,7 +131,7 @@ def url_problem(text: str, *, schemes: Collection[str], userinfo: bool = False) 
 
 
 def _unix_problem(text: str, netloc: str, path: str) -> str | None:
-    if netloc or not path.strip("/") or path.endswith("/"):
+    if netloc or not path.strip("/") or path.endswith("/") or path.startswith("//"):
         return f"must name the socket's file, unix:PATH, got {shown_url(text)}"
     if len(unquote_to_bytes(path)) > _UNIX_PATH_BYTES or "%00" in path:
         return f"must have a path of at most {_UNIX_PATH_BYTES} bytes without NUL"

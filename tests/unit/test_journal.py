@@ -611,8 +611,8 @@ async def test_repeated_decisions_are_written_on_change(settled: Settler) -> Non
     async with Journal.open(Settings(), file=file, threads=False) as journal:
         for at in range(10):
             journal.changed("controller_decision", float(at), result="hold", prefill=1)
-            journal.changed("engine_probe", float(at), key="p0", outcome="ok")
-            journal.changed("engine_probe", float(at), key="p1", outcome="ok" if at < 5 else "failed")
+            journal.changed("engine_probe", float(at), "p0", outcome="ok")
+            journal.changed("engine_probe", float(at), "p1", outcome="ok" if at < 5 else "failed")
         journal.changed("controller_decision", HEARTBEAT_S, result="hold", prefill=1)
         journal.changed("controller_decision", HEARTBEAT_S + 1, result="flip", prefill=1)
     written = [(row["event"], row["at"]) for row in lines_of(file)]

@@ -89,11 +89,11 @@ def test_an_engine_that_does_not_change_is_ejected_within_ten_seconds(fault: Fau
     async def main(world: World) -> None:
         async with sglang(world, 2, 1) as found:
             found.engines["p0"].faults.add(fault, path=SWITCH)
-            found.engines["p0"].faults.add(Fault(status=500), path="/health")  # else it would soon be readmitted
             take_out(found, "d0")
             await trio.sleep(10.0)
             engine = found.router.core.fleet.engines[EngineId("p0")]
             assert engine.holds == {Hold.SWITCHING}
+            found.engines["p0"].faults.add(Fault(status=500), path="/health")  # else it would soon be readmitted
             await trio.sleep(1.5)
             assert Hold.EJECTED in engine.holds
             assert Hold.SWITCHING not in engine.holds
