@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"narwhal-trio engine: --bind: {exc}", file=sys.stderr)
         return 2
     except OSError as exc:
-        print(f"narwhal-trio engine: {exc}", file=sys.stderr)
+        print(f"narwhal-trio engine: {exc.strerror or exc}", file=sys.stderr)
         return 1
     return 0
 

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{args.config}: {problem}", file=sys.stderr)
         return 2
     except OSError as exc:
-        print(f"narwhal-trio: {exc}", file=sys.stderr)
+        print(f"narwhal-trio: {exc.strerror or exc}", file=sys.stderr)
         return 1
 
 

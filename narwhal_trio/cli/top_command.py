@@ -95,7 +95,7 @@ async def _top(address: Address, key: str, interval_s: float, once: bool, consol
                 try:
                     view = await _look(client, console.height)
                 except NoAnswer as exc:
-                    print(f"{address}: {exc}", file=sys.stderr)
+                    print(_told(address, exc), file=sys.stderr)
                     return 1
                 console.print(view)
                 return 0
@@ -104,11 +104,16 @@ async def _top(address: Address, key: str, interval_s: float, once: bool, consol
                     try:
                         view = await _look(client, console.height)
                     except NoAnswer as exc:
-                        view = Text(f"{address}: {exc}", style="red")
+                        view = Text(_told(address, exc), style="red")
                     live.update(view, refresh=True)
                     await trio.sleep(interval_s)
     finally:
         wire.close_now()
+
+
+def _told(address: Address, problem: NoAnswer) -> str:
+    """The problem behind the address, which errors of the connection name themselves."""
+    return f"{address}: {str(problem).removeprefix(f'{address}: ')}"
 
 
 async def _look(client: httpx.AsyncClient, height: int) -> RenderableType:

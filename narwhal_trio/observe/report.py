@@ -81,7 +81,7 @@ def render_html(summary: Summary, source: str) -> str:
 
 
 def _intro(summary: Summary) -> str:
-    text = f"<p>{summary.requests} requests in {len(summary.runs)} runs."
+    text = f"<p>{summary.requests} requests in {len(summary.runs)} run{'' if len(summary.runs) == 1 else 's'}."
     if summary.missing:
         text += f" <strong>{summary.missing} rows are missing.</strong>"
     if summary.bad_count:
@@ -93,7 +93,11 @@ def _intro(summary: Summary) -> str:
 
 def _table(names: Sequence[str], rows: Iterable[Sequence[str | float]]) -> str:
     """Cells that are strings are HTML already."""
-    head = "".join(f"<th>{_text(name)}</th>" for name in names)
+    rows = list(rows)
+    numeric = [all(not isinstance(row[column], str) for row in rows) for column in range(len(names))]
+    head = "".join(
+        f"<th{' class=n' if right else ''}>{_text(name)}</th>" for name, right in zip(names, numeric, strict=True)
+    )
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return f"<table><tr>{head}</tr>{body}</table>"
 
@@ -137,7 +141,7 @@ def _timelines(summary: Summary) -> str:
         (
             f"<code>{_text(record.rid[:36])}</code>",
             _terminal(record.terminal or Terminal.FAILED) + (f" {_text(record.reason)}" if record.reason else ""),
-            f"{record.duration_s or 0.0:.3f} s",
+            f"{record.duration_s or 0.0:.3f}&nbsp;s",
             _bar(record, scale, colours),
         )
         for record in records
