@@ -93,7 +93,7 @@ def main() -> int:
     parser.add_argument("--routers", default="", help=f"of {names}, or NAME=CHECKOUT; default: all that are installed")
     parser.add_argument("--cases", default=",".join(CASES), help="default: all")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help=f"windows of {QUICK:.0%} of their length, one round")
+    parser.add_argument("--quick", action="store_true", help="windows of a quarter of their length, one round")
     parser.add_argument("--realtime", action="store_true", help="all parts under the real-time scheduler (root only)")
     parser.add_argument("--no-pinning", dest="pinning", action="store_false", help="leave CPUs to the system")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "out")
