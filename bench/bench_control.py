@@ -1,6 +1,8 @@
 """What the background costs: one monitoring pass over a large fleet, and the hooks by which requests tell about their engines.
 
-Run `python bench/bench_control.py`. Times are the best of several passes, of CPU. A whole pass must stay below 5 ms with 64 engines and
+    python bench/bench_control.py [--json] [--quick] [--rounds N]
+
+Times are the best of several passes, of CPU. A whole pass must stay below 5 ms with 64 engines and
 10,000 residents: it runs on the loop that serves requests. Nothing in it depends on the number of residents.
 
     a pass                  health, drift and holds of every engine, with token gaps to judge, and all other stages
@@ -10,17 +12,21 @@ Run `python bench/bench_control.py`. Times are the best of several passes, of CP
 
 from __future__ import annotations
 
+import sys
 import time
 import timeit
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import trio
 import trio.testing
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, not as a module
+
+from bench.timing import parse
 from narwhal_trio import open_router
 from narwhal_trio.config import parse_config
 from narwhal_trio.engine_sim import EngineConfig, MemoryFabric, SimEngine
-from narwhal_trio.observe import log as logging
 from narwhal_trio.outcomes import Condition
 from narwhal_trio.router.legs import LegFailure
 from narwhal_trio.scheduling.breaker import Evidence, FailureClass, Signal
@@ -163,20 +169,25 @@ def main() -> None:
     def run(work: Callable[..., Any], *args: Any) -> Any:
         return trio.run(work, *args, clock=trio.testing.MockClock(autojump_threshold=0))
 
-    logging.configure("error")
+    bench = parse(__doc__, rounds=3)
     sizes = [(8, 100), (16, 1000), (ENGINES, 1000), (ENGINES, RESIDENTS)]
-    print("one monitoring pass, ms of CPU")
-    print(f"{'engines, residents':22}{'a pass':>12}{'with ill engines':>20}")
     worst = 0.0
-    for engines, residents in sizes:
-        healthy, ill = run(passes, engines, residents)
-        worst = max(worst, healthy, ill)
-        print(f"{f'{engines}, {residents}':22}{healthy:12.3f}{ill:20.3f}")
-    print(f"limit: {LIMIT_MS:g} ms: {'kept' if worst < LIMIT_MS else 'EXCEEDED'}\n")
-    print(f"a round of {ENGINES} health checks, both ends, all tasks: {run(round_of_checks, ENGINES):.1f} ms of CPU\n")
-    print("hooks of a request's legs, us")
-    for name, value in run(hooks).items():
-        print(f"{name:42}{value:8.2f}")
+    for engines, residents in sizes[: bench.number(len(sizes), 1)]:
+        found = [run(passes, engines, residents) for _ in range(bench.rounds)]
+        for which, name in ((0, "all well"), (1, "half of them ill")):
+            middle = bench.add(
+                f"a monitoring pass, {engines} engines, {residents} residents, {name}",
+                [times[which] * 1e3 for times in found],
+            )
+            worst = max(worst, middle / 1e3)
+    checked = bench.number(ENGINES, 8)
+    rounds = [run(round_of_checks, checked) * 1e3 for _ in range(bench.rounds)]
+    bench.add(f"a round of {checked} health checks, both ends, all tasks", rounds)
+    hooked = [run(hooks) for _ in range(bench.rounds)]
+    for name in hooked[0]:
+        bench.add(name, [found[name] for found in hooked])
+    if not bench.as_json:
+        print(f"limit of a pass: {LIMIT_MS:g} ms, {'kept' if worst < LIMIT_MS else 'EXCEEDED'}")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,24 @@
 """What role control costs: a monitoring pass, an evaluation with a decision, an urgent one, and the hook on each request's way.
 
-Run `python bench/bench_roles.py`. CPU times of the best of several passes. A pass must stay below 5 ms with 64 engines and 10,000
+    python bench/bench_roles.py [--json] [--quick] [--rounds N]
+
+CPU times of the best of several passes. A pass must stay below 5 ms with 64 engines and 10,000
 residents, also where no two engines have the same profile.
 """
 
 from __future__ import annotations
 
 import random
+import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, not as a module
+
+from bench.timing import parse
 from narwhal_trio.config.control import ControllerConfig
 from narwhal_trio.scheduling.fleet import Engine, Fleet, Work
 from narwhal_trio.scheduling.learning import OutputLengths
@@ -118,19 +125,21 @@ def measure(run: Callable[[], object], before: Callable[[], object] | None = Non
 
 
 def main() -> None:
-    print(
-        f"{'engines':>8}{'residents':>11}{'profiles':>11}{'pass ms':>10}{'evaluation ms':>15}{'urgent ms':>11}{'per request us':>16}"
-    )
-    for engines, residents, mixed in ((8, 1000, False), (64, 10_000, False), (64, 10_000, True)):
+    bench = parse(__doc__, rounds=3)
+    sizes = [(8, 1000, False), (64, 10_000, False), (64, 10_000, True)]
+    for engines, residents, mixed in sizes[: bench.number(len(sizes), 1)]:
         world = World(engines, residents, mixed=mixed)
-        cells = [
-            measure(world.scheduled_pass),
-            measure(world.evaluation, world.arrive),
-            measure(world.urgent, world.arrive),
-        ]
-        arrivals = measure(world.arrivals, times=10) / ARRIVALS * 1e3
-        kind = "all differ" if mixed else "the same"
-        print(f"{engines:8}{residents:11}{kind:>11}{cells[0]:10.2f}{cells[1]:15.2f}{cells[2]:11.2f}{arrivals:16.1f}")
+        of = f"{engines} engines, {residents} residents, profiles {'all differ' if mixed else 'the same'}"
+
+        def add(name: str, run: Callable[[], object], before: Callable[[], object] | None = None, of: str = of) -> None:
+            times = bench.number(40, 3)
+            bench.add(f"{name}, {of}", [measure(run, before, times=times) * 1e3 for _ in range(bench.rounds)])
+
+        add("a scheduled pass", world.scheduled_pass)
+        add("an evaluation", world.evaluation, world.arrive)
+        add("an urgent evaluation", world.urgent, world.arrive)
+        samples = [measure(world.arrivals, times=bench.number(10, 2)) / ARRIVALS * 1e3 for _ in range(bench.rounds)]
+        bench.add(f"what a request adds, {of}", samples)
 
 
 if __name__ == "__main__":

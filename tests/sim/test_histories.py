@@ -17,8 +17,10 @@ def test_a_random_history_balances(seed: int) -> None:
 @pytest.mark.slow
 def test_histories_see_every_kind_of_ending() -> None:
     total: Counter[str] = Counter()
-    for seed in range(100, 160):
+    for seed in range(100, 300):  # rare ones come by chance; sixty histories usually do
         total += run_history(seed)
+        if not unseen(total):
+            break
     assert unseen(total) == []
 
 
