@@ -157,8 +157,10 @@ class RouterCore:
         self.retained = 0
         self.retained_high_water = 0
         self.inflight = 0
-        self.other_roles = False
-        """Whether placement may fall back to unpinned engines of the other role; readiness and coverage count alike."""
+        self.other_roles = not self.dialect.rendezvous
+        """Whether placement may fall back to unpinned engines of the other role; readiness and coverage count alike.
+
+        Not where an engine runs in one mode at a time, as SGLang's do."""
         self.readiness = Readiness(self._readiness_changed)
         # What the control plane adds: why to turn arrivals away at once ("" if not), metrics, parts of the state document.
         self.saturation: Callable[[], str] = str

@@ -8,6 +8,7 @@ import structlog
 import trio
 
 from narwhal_trio.observe.record import AttemptFailure
+from narwhal_trio.scheduling.coverage import placeable
 from narwhal_trio.scheduling.retry import RetryVerdict
 from narwhal_trio.types import Role
 
@@ -34,7 +35,7 @@ def retry_verdict(run: RequestRun, failure: LegFailure) -> tuple[RetryVerdict, f
         return RetryVerdict.NON_TRANSIENT, 0.0
     excluded = run.excluded[failure.role]
     excluded.add(failure.engine)
-    if all(engine.id in excluded for engine in run.core.fleet.live(failure.role)):
+    if not placeable(run.core.fleet, failure.role, other_roles=run.core.other_roles, without=excluded):
         return RetryVerdict.NO_ENGINE, 0.0
     if failure.role is Role.DECODE:
         _avoid_producer(run)

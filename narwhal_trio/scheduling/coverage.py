@@ -10,18 +10,21 @@ from typing import TYPE_CHECKING, Final
 from narwhal_trio.types import Role
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from narwhal_trio.scheduling.fleet import Fleet
     from narwhal_trio.types import EngineId
 
-__all__ = ["covered", "missing_engines"]
+__all__ = ["covered", "missing_engines", "placeable"]
 
 _PREFILL: Final = Role.PREFILL
 """A member looked up on its enum costs more than the rest of the loop below."""
 
 
-def _placeable(fleet: Fleet, role: Role, *, other_roles: bool, without: EngineId | None = None) -> bool:
+def placeable(fleet: Fleet, role: Role, *, other_roles: bool = False, without: Collection[EngineId] = ()) -> bool:
+    """Whether an engine is live that may take work of the role, leaving out some engines."""
     return any(
-        engine.live and engine.id != without and (engine.role is role or (other_roles and not engine.pinned))
+        engine.live and engine.id not in without and (engine.role is role or (other_roles and not engine.pinned))
         for engine in fleet
     )
 
@@ -48,7 +51,7 @@ def missing_engines(fleet: Fleet, *, other_roles: bool = False) -> str:
 def covered(fleet: Fleet, engine_id: EngineId, *, other_roles: bool = False) -> bool:
     """Whether every role that can be placed now could still be placed without the engine (K.5)."""
     return all(
-        _placeable(fleet, role, other_roles=other_roles, without=engine_id)
+        placeable(fleet, role, other_roles=other_roles, without=(engine_id,))
         for role in Role
-        if role is fleet.engines[engine_id].role or _placeable(fleet, role, other_roles=other_roles)
+        if role is fleet.engines[engine_id].role or placeable(fleet, role, other_roles=other_roles)
     )

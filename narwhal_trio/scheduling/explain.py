@@ -51,6 +51,8 @@ class Decision(NamedTuple):
 def explain(decision: Decision, arrived: float) -> dict[str, Any]:
     """The decision as a document: the chosen engine, and every engine of the role with its price and why it lost. Best engines first.
 
+    `stands_in`: no engine of the role could take the leg, so those that have prices are of the other role.
+
     `price` names its two numbers, of which the first one decides; null stands for infinite. Its members depend on what was known:
     `prefill_s` and `tokens_over_tpot_target` where engines have profiles, `prefill_tokens` and `kv_tokens` where they have none.
     """
@@ -86,6 +88,7 @@ def explain(decision: Decision, arrived: float) -> dict[str, Any]:
         "role": decision.role.value,
         "engine": placement.engine.id,
         "meets_target": placement.meets_targets,
+        "stands_in": placement.stands_in,
         "candidates": candidates,
     }
 

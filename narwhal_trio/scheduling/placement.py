@@ -60,6 +60,7 @@ class Placement:
 
     meets_targets: False if no free engine would meet them. priced: every candidate with its order. passed: engines of the role that were
     no candidates, each with the holds that it had. profiled: the costs are seconds and room under the TPOT target, else tokens.
+    stands_in: no engine of the wanted role was left, the candidates are of the other one.
     """
 
     engine: Engine
@@ -68,6 +69,7 @@ class Placement:
     priced: tuple[Order, ...] = attrs.field(default=(), eq=False, repr=False)
     passed: tuple[_PassedOver, ...] = attrs.field(default=(), eq=False, repr=False)
     profiled: bool = attrs.field(default=False, eq=False, repr=False)
+    stands_in: bool = attrs.field(default=False, eq=False, repr=False)
 
 
 def place(
@@ -107,7 +109,8 @@ def place(
         return None
     _, misses, cost, chosen = min(priced)
     by_target = profiled and (role is Role.PREFILL or targets is not None)
-    return Placement(fleet.engines[chosen], cost, not misses, tuple(priced), tuple(passed), by_target)
+    engine = fleet.engines[chosen]
+    return Placement(engine, cost, not misses, tuple(priced), tuple(passed), by_target, engine.role is not role)
 
 
 def _pool(

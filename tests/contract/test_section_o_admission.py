@@ -15,7 +15,7 @@ from narwhal_trio.ha.file_lease import FileLeaseStore
 from narwhal_trio.scheduling.profile import Profile
 from narwhal_trio.scheduling.profile_store import ProfileStore, dump_profiles
 from narwhal_trio.testing import ClientResponse, World, run_world
-from tests.sim.fleet import CHAT, COMPLETIONS, Fleet, chat, fleet
+from tests.sim.fleet import CHAT, COMPLETIONS, Fleet, chat, fleet, pin_all
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -275,6 +275,8 @@ def test_o16_no_eligible_engine() -> None:
         async with fleet(world) as f:
             client = await f.client()
             f.router.core.fleet.hold(EngineId("d0"), Hold.EJECTED)
+            assert (await client.post(COMPLETIONS, ids(3))).status == 200, "p0 is eligible for both legs"
+            pin_all(f.router.core)
             answer = await client.post(COMPLETIONS, ids(3))
             check(answer, 503, "backend_unavailable", "backend_unavailable", retry_after="1")
             f.router.core.fleet.hold(EngineId("p0"), Hold.EJECTED)
@@ -285,8 +287,8 @@ def test_o16_no_eligible_engine() -> None:
             assert ready.headers["retry-after"] == "1"
             assert ready.json()["reason"]
             client.disconnect()
-            await f.at_rest(requests=2)
-            assert [row["terminal"] for row in f.rows] == ["rejected", "rejected"]
+            await f.at_rest(requests=3)
+            assert [row["terminal"] for row in f.rows] == ["completed", "rejected", "rejected"]
 
     run_world(main, 7)
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
     from narwhal_trio.api import Router
+    from narwhal_trio.router.core import RouterCore
 
 MODEL = "sim"
 ROUTER = "http://router:8000"
@@ -48,6 +49,12 @@ def fleet_config(
         **sections,
     }
     return parse_config(document, environ=environ or {})
+
+
+def pin_all(core: RouterCore) -> None:
+    """No engine takes work of the other role, whatever becomes of that one."""
+    for engine in core.fleet:
+        engine.pinned = True
 
 
 @attrs.define(eq=False)

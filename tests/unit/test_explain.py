@@ -85,6 +85,17 @@ def test_engines_that_were_no_candidates_are_told_with_their_reason() -> None:
     assert held["why"] == "it takes no new work: ejected"
 
 
+def test_engines_that_stand_in_for_the_other_role_are_told_as_such() -> None:
+    fleet = fleet_of("p0", "p1", "d0")
+    fleet.hold(EngineId("d0"), Hold.EJECTED)
+    assert told(fleet, Role.PREFILL)["stands_in"] is False
+    placement = place(fleet, Work(RequestId("r"), 100), Role.DECODE, targets=TARGETS, other_roles=True)
+    assert placement is not None
+    document = explain(Decision(0.0, 1, Role.DECODE, placement, frozenset(), {}), 0.0)
+    assert document["stands_in"] is True
+    assert verdicts(document) == {"p0": "chosen", "p1": "tie", "d0": "held"}
+
+
 def test_missed_targets_ties_and_full_memory_are_told() -> None:
     fleet = fleet_of("p0", "p1")
     assert verdicts(told(fleet, Role.PREFILL)) == {"p0": "chosen", "p1": "tie"}

@@ -20,7 +20,7 @@ from narwhal_trio.scheduling.profile_store import ProfileStore, dump_profiles
 from narwhal_trio.testing import End, Link, SimClient, World, run_world
 from narwhal_trio.types import EngineId, Role
 from narwhal_trio.wire.stream import parse_address
-from tests.sim.fleet import CHAT, chat
+from tests.sim.fleet import CHAT, chat, pin_all
 from tests.world.routers import CuttableStore, Member, Site, site
 
 if TYPE_CHECKING:
@@ -246,6 +246,7 @@ def test_a_router_that_starts_before_its_engines_is_not_ready_at_once() -> None:
             for engine in s.engines.values():
                 engine.kill()
             a = await s.router("a")
+            pin_all(a.router.core)
             answer = await s.get("a", "/ready")
             assert answer.status == 503
             assert answer.json()["reason"] == "no available engines (p0 ejected: liveness, d0 ejected: liveness)"
@@ -254,11 +255,15 @@ def test_a_router_that_starts_before_its_engines_is_not_ready_at_once() -> None:
             await trio.sleep(1.5)
             answer = await s.get("a", "/ready")
             assert answer.json()["reason"] == "no available decode engine (d0 ejected: liveness)"
+            a.router.core.fleet.engines[EngineId("p0")].pinned = False
+            assert (await s.get("a", "/ready")).status == 200, "p0 stands in"
+            assert (await s.ask("a")).status == 200
             await s.restart_engine("d0")
-            await trio.sleep(1.5)
+            await trio.sleep(12)  # it is not missed, so it is asked every tenth pass
             assert (await s.get("a", "/ready")).status == 200
             assert (await s.ask("a")).status == 200
-            assert {row["iid"]: row["evidence"] for row in events(a, "engine_readmitted")}["d0"] == "verification"
+            evidence = {row["iid"]: row["evidence"] for row in events(a, "engine_readmitted")}
+            assert evidence == {"p0": "verification", "d0": "verification"}
 
     run_world(main, 5)
 
@@ -364,6 +369,7 @@ def test_the_only_engine_of_a_role_is_verified_but_neither_held_nor_ejected() ->
     async def main(world: World) -> None:
         async with site(world, 1, 1) as s:
             a = await s.router("a", recovery=QUICK)
+            pin_all(a.router.core)
             s.engines["d0"].faults.add(Fault(no_done=True), leg="decode")
             for n in range(8):
                 assert (await s.ask("a", seed=n)).status == 502
@@ -374,6 +380,23 @@ def test_the_only_engine_of_a_role_is_verified_but_neither_held_nor_ejected() ->
             await trio.sleep(3)
             s.engines["d0"].faults.clear()
             assert (await s.ask("a")).status == 200
+
+    run_world(main, 9)
+
+
+def test_where_the_other_role_can_stand_in_a_bad_engine_is_taken_out_though_it_is_the_only_one() -> None:
+    async def main(world: World) -> None:
+        async with site(world, 1, 1) as s:
+            a = await s.router("a", recovery=QUICK)
+            s.engines["d0"].faults.add(Fault(no_done=True), leg="decode")
+            for n in range(8):
+                assert (await s.ask("a", seed=n)).status == 200, "the second attempt is decoded where it was prefilled"
+            await trio.sleep(3)
+            assert states(a) == {"d0": "ejected inference_probe"}
+            assert (await s.ask("a")).status == 200
+            s.engines["d0"].faults.clear()
+            await trio.sleep(12)
+            assert states(a) == {}
 
     run_world(main, 9)
 

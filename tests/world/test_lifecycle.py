@@ -14,7 +14,7 @@ from narwhal_trio.scheduling.lifecycle import DrainOrder, EngineState, ReadmitOr
 from narwhal_trio.testing import CancelPoint, End, SimClient, World, cancel_at_every_step, run_world
 from narwhal_trio.types import EngineId, Role
 from narwhal_trio.wire.stream import parse_address
-from tests.sim.fleet import CHAT, COMPLETIONS, chat
+from tests.sim.fleet import CHAT, COMPLETIONS, chat, pin_all
 from tests.world.routers import Site, refusal, site
 
 QUICK = {"state_path": "", "liveness_every": 1, "liveness_misses": 2, "readmit_every": 3}
@@ -228,7 +228,7 @@ def test_a_bad_body_is_a_400_that_names_the_member(body: bytes, param: str | Non
 def test_orders_that_cannot_be_followed_change_nothing() -> None:
     async def main(world: World) -> None:
         async with site(world, 1, 2) as s:
-            await s.router("a", recovery=QUICK)
+            pin_all((await s.router("a", recovery=QUICK)).router.core)
             before = await view(s)
             for path, body, error in (
                 (DRAIN, None, "drain must name exactly one engine, or set wave for the whole fleet"),

@@ -13,7 +13,7 @@ from narwhal_trio.control.lag import LagProbe
 from narwhal_trio.engine_sim.faults import Fault
 from narwhal_trio.testing import End, Link, SimClient, World, run_world
 from narwhal_trio.wire.stream import parse_address
-from tests.sim.fleet import CHAT, chat
+from tests.sim.fleet import CHAT, chat, pin_all
 from tests.world.routers import Site, refusal, site
 
 if TYPE_CHECKING:
@@ -145,6 +145,7 @@ def test_the_last_engine_of_a_role_is_kept_while_it_is_merely_silent() -> None:
     async def main(world: World) -> None:
         async with site(world) as s:
             a = await s.router("a", recovery=QUICK)
+            pin_all(a.router.core)
             rule = s.engines["p0"].faults.add(Fault(hang_head=True), path="/health")
             await trio.sleep(30)
             assert a.router.control.liveness.misses(s_id(a, "p0")) >= 4

@@ -277,7 +277,6 @@ def test_where_a_role_has_no_engine_left_the_other_stands_in(gone: str) -> None:
     async def main(world: World) -> None:
         async with fleet(world, 1, 1) as found:
             core = found.router.core
-            core.other_roles = True  # not yet the default
             core.fleet.hold(EngineId(gone), Hold.SUSPECT)
             assert core.missing_engines() == ""
             async with found.router.stream("completions", {"prompt": [3] * 500, "max_tokens": 5}) as events:
