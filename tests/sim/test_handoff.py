@@ -16,7 +16,7 @@ from narwhal_trio.scheduling.fleet import Hold
 from narwhal_trio.scheduling.ledger import HandoffResult
 from narwhal_trio.testing import CancelPoint, Link, SimClient, World, cancel_at_every_step, run_world, running_tasks
 from narwhal_trio.types import AbortCause, EngineId
-from tests.sim.fleet import CHAT, COMPLETIONS, Fleet, chat, fleet
+from tests.sim.fleet import CHAT, COMPLETIONS, Fleet, chat, fleet, pin_all
 from tests.sim.test_every_checkpoint import ENDS, REQUEST_TASKS
 
 if TYPE_CHECKING:
@@ -511,6 +511,7 @@ def test_an_engine_that_dies_with_the_request_in_its_hands_may_have_read_the_kv(
 def test_without_another_engine_the_hand_off_is_let_go() -> None:
     async def main(world: World) -> None:
         async with fleet(world) as f:
+            pin_all(f.router.core)
             f.engines["d0"].kill()
             client = await f.client()
             answer = await client.post(COMPLETIONS, BODY)

@@ -11,7 +11,7 @@ import trio
 from narwhal_trio.engine_sim import TimeModel
 from narwhal_trio.testing import ClientResponse, End, SimClient, World, run_world
 from narwhal_trio.types import AbortCause
-from tests.sim.fleet import CHAT, ROUTER, Fleet, chat, fleet
+from tests.sim.fleet import CHAT, ROUTER, Fleet, chat, fleet, pin_all
 from tests.sim.phases import FAST, LONG, PHASES, PhaseSetup
 
 if TYPE_CHECKING:
@@ -135,6 +135,7 @@ def run_cell(
         decoders = 2 if name == "backoff" else 1
         time = FAST if setup.tokens > 100 else TimeModel()
         async with fleet(world, 1, decoders, time=time, **sections(setup, **more)) as f, trio.open_nursery() as nursery:
+            pin_all(f.router.core)
             cell = Cell(f, setup, stream=stream)
             await cell.hold(nursery, headers)
             await end(cell, nursery)
