@@ -251,7 +251,9 @@ async def open_router(
         core.documents["first_token_calibration"] = (
             calibration.document if calibration is not None else lambda: {"status": "uncalibrated"}
         )
-        control = ControlPlane(core, prepared, admin_key=credentials.admin_key, threads=threads)
+        control = ControlPlane(
+            core, prepared, admin_key=credentials.admin_key, threads=threads, measured=artifacts.measured
+        )
         nursery.start_soon(_sweep, core, name="sweep idle connections")
         await nursery.start(core.releases.run)
         await nursery.start(control.run)

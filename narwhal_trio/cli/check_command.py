@@ -7,7 +7,7 @@ import ssl
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from narwhal_trio.cli.common import (
     add_config_argument,
@@ -23,6 +23,7 @@ from narwhal_trio.control.access import FleetAccess
 from narwhal_trio.control.artifacts import Artifacts, read_artifacts
 from narwhal_trio.control.calls import CallFailed
 from narwhal_trio.control.live_check import check_fleet
+from narwhal_trio.control.probes import ProbeResult
 from narwhal_trio.edge.listen import server_context
 from narwhal_trio.edge.settings import EdgeSettings
 from narwhal_trio.ha.files import write_atomically
@@ -34,7 +35,7 @@ from narwhal_trio.wire.stream import SocketDialer
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from narwhal_trio.config import RouterConfig
     from narwhal_trio.control.live_check import Finding
@@ -97,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{args.config}: valid, {len(config.engines)} engines", flush=True)
     if not args.live and args.calibrate is None:
         return 0
-    work = partial(check_live, credential=credential, versions=artifacts.measured_versions)
+    work = partial(check_live, credential=credential, measured=artifacts.measured)
     return run_until_told(work, args, config, SocketDialer())
 
 
@@ -116,23 +117,20 @@ async def check_live(
     dialer: Dialer,
     *,
     credential: str = "",
-    versions: Mapping[str, str] | None = None,
+    measured: Mapping[str, Mapping[str, Any]] | None = None,
     seed: int | None = None,
 ) -> int:
     """Ask the engines, print a table, calibrate if that was asked for: 0, or 1 if anything is not in order.
 
-    versions: of the engines when they were profiled.
+    measured: settings of the engines when they were profiled.
     """
     access = FleetAccess(config, dialer, credential=credential, seed=seed, connections=config.control_connections)
     try:
-        progress = Progress(total=_questions(config) + len(versions or ()), stage="asking the engines")
-        findings = await with_progress(progress, partial(check_fleet, access, lambda _: progress.step(), versions))
+        progress = Progress(total=_questions(config) + len(measured or ()), stage="asking the engines")
+        findings = await with_progress(progress, partial(check_fleet, access, lambda _: progress.step(), measured))
         print_table(table_console(), "Engines", _COLUMNS, map(_row, findings))
-        failed = sum(not finding.probe.passed for finding in findings)
-        if failed:
-            print(
-                f"narwhal-trio check: {failed} of {len(findings)} answers are not what they should be", file=sys.stderr
-            )
+        if problem := _verdict(findings):
+            print(f"narwhal-trio check: {problem}", file=sys.stderr)
             return 1
         if args.calibrate is None:
             return 0
@@ -149,9 +147,22 @@ async def check_live(
         access.close()
 
 
+def _verdict(findings: Sequence[Finding]) -> str:
+    """What is wrong, "" if nothing is. A question that could not be asked is no answer: neither a wrong one, nor a reason to be content."""
+    unasked = sum(finding.probe.result is ProbeResult.INCONCLUSIVE for finding in findings)
+    wrong = sum(not finding.probe.passed for finding in findings) - unasked
+    parts = []
+    if wrong:
+        parts.append(f"{wrong} of {len(findings)} answers are not what they should be")
+    if unasked:
+        parts.append(f"{unasked} of {len(findings)} questions could not be asked")
+    return ", ".join(parts)
+
+
 def _questions(config: RouterConfig) -> int:
     prefills = sum(engine.role.value == "prefill" for engine in config.engines)
-    return len(config.engines) * (3 if config.engine.tokenize else 2) + prefills * (len(config.engines) - prefills)
+    each = 2 + config.engine.tokenize + (config.engine_contract is not None)
+    return len(config.engines) * each + prefills * (len(config.engines) - prefills)
 
 
 def _row(finding: Finding) -> tuple[str, ...]:

@@ -36,7 +36,6 @@ from narwhal_trio.wire.stream import SocketDialer
 if TYPE_CHECKING:
     from narwhal_trio.config import RouterConfig
     from narwhal_trio.profiling.verdict import EngineVerdict
-    from narwhal_trio.scheduling.profile import Profile
     from narwhal_trio.wire.stream import Dialer
 
 __all__ = ["add_parser", "measure", "run"]
@@ -127,7 +126,7 @@ async def measure(
             importlib.import_module("matplotlib.figure")
     except ImportError as exc:
         return _complain(f"needs {exc.name}: pip install 'narwhal-trio[profile]'", 2)
-    kept: dict[str, Profile] = {}
+    kept = ProfileStore({})
     problem = _problem(args, config)
     if problem is None and args.only and args.out.exists():
         kept, problem = _kept(args.out, config)
@@ -177,18 +176,20 @@ def _problem(args: argparse.Namespace, config: RouterConfig) -> str | None:
     return None
 
 
-def _kept(path: Path, config: RouterConfig) -> tuple[dict[str, Profile], str | None]:
-    """The profiles of `path` whose engines still exist."""
+def _kept(path: Path, config: RouterConfig) -> tuple[ProfileStore, str | None]:
+    """The profiles of `path` whose engines still exist, with what is noted of their measurement."""
     try:
         store = parse_profiles(path.read_bytes(), str(path))
     except (ConfigError, OSError) as exc:
-        return {}, f"--out: {exc}"
-    return {e.iid: store.profiles[e.iid] for e in config.engines if e.iid in store.profiles}, None
+        return ProfileStore({}), f"--out: {exc}"
+    profiles = {e.iid: store.profiles[e.iid] for e in config.engines if e.iid in store.profiles}
+    noted = store.meta.get("measurements")
+    return ProfileStore(
+        profiles, {k: v for k, v in noted.items() if k in profiles} if isinstance(noted, dict) else {}
+    ), None
 
 
-def _conclude(
-    args: argparse.Namespace, config: RouterConfig, verdicts: list[EngineVerdict], kept: dict[str, Profile]
-) -> int:
+def _conclude(args: argparse.Namespace, config: RouterConfig, verdicts: list[EngineVerdict], kept: ProfileStore) -> int:
     """Show what was found, draw it, and write the file if everything stands."""
     from narwhal_trio.profiling import report  # noqa: PLC0415 - numpy is an extra
     from narwhal_trio.profiling.fit import FitRejected  # noqa: PLC0415
@@ -205,14 +206,14 @@ def _conclude(
     if any(verdict.refused for verdict in verdicts):
         return _complain("at least one fit was refused; nothing was written", 1)
     try:
-        profiles = build_profiles(verdicts, kept)
+        profiles = build_profiles(verdicts, kept.profiles)
     except FitRejected as exc:
         return _complain(f"{exc}; nothing was written", 1)
     meta = {
         "tool": f"narwhal-trio {__version__}",
         "model": config.model,
         "measured_at": datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds"),
-        "measurements": measurement_meta(verdicts),
+        "measurements": {**kept.meta, **measurement_meta(verdicts)},
     }
     store = ProfileStore(profiles, meta)
     limits = config.profiles

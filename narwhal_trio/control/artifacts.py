@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
@@ -31,14 +31,14 @@ T = TypeVar("T")
 class Artifacts:
     """profiles: by iid, of all engines or of none. calibration: None where none is configured.
 
-    measured_versions: of the engines when they were profiled, where the file says so.
+    measured: settings of the engines when they were profiled, by name, where the file says so.
     notes: remarks for the operator about files that can be used.
     """
 
     profiles: Mapping[str, Profile] = attrs.field(factory=dict)
     keys: KeyRing = attrs.field(factory=KeyRing)
     calibration: Calibration | None = None
-    measured_versions: Mapping[str, str] = attrs.field(factory=dict)
+    measured: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -64,8 +64,8 @@ def read_artifacts(config: RouterConfig, *, calibration: bool = True) -> Artifac
             f"serving.admission: there are no engine profiles at {config.profiles.path or 'profiles.path'}, so nothing is refused by"
             ' projection, as under "open"; `narwhal-trio profile` measures them'
         )
-    profiles, versions = ({}, {}) if store is None else (store.profiles, _versions(store))
-    return Artifacts(profiles, keys, measured, versions, tuple(notes))
+    profiles, settings = ({}, {}) if store is None else (store.profiles, _settings(store))
+    return Artifacts(profiles, keys, measured, settings, tuple(notes))
 
 
 def _profiles(config: RouterConfig) -> ProfileStore | None:
@@ -86,16 +86,16 @@ def _profiles(config: RouterConfig) -> ProfileStore | None:
     return store
 
 
-def _versions(store: ProfileStore) -> dict[str, str]:
+def _settings(store: ProfileStore) -> dict[str, dict[str, Any]]:
     """From what `narwhal-trio profile` notes in the file; files of others may hold anything there."""
     measurements = store.meta.get("measurements")
     found = {}
     for iid in store.profiles:
         about = measurements.get(iid) if isinstance(measurements, dict) else None
-        version = about.get("version") if isinstance(about, dict) else None
-        if isinstance(version, str) and version:
-            found[iid] = version
-    return found
+        if isinstance(about, dict):
+            settings = about.get("settings")
+            found[iid] = {"version": about.get("version")} | (settings if isinstance(settings, dict) else {})
+    return {iid: {name: value for name, value in each.items() if value} for iid, each in found.items()}
 
 
 def _poor_fits(config: RouterConfig, store: ProfileStore) -> list[Problem]:

@@ -59,6 +59,12 @@ class Output:
     def first_at(self) -> float:
         return self.marks[0][0]
 
+    @property
+    def interval_s(self) -> float | None:
+        """Mean time between tokens after the first read; None if there was only one."""
+        (begin, first), (end, last) = self.marks[0], self.marks[-1]
+        return None if last == first else (end - begin) / (last - first)
+
 
 class EngineCalls:
     """Calls to the engines behind `access`, over its control connections."""

@@ -17,12 +17,14 @@ from narwhal_trio.types import EngineId, Role
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from narwhal_trio.control.calls import Output
     from narwhal_trio.control.probes import EngineProbes
     from narwhal_trio.router.core import RouterCore
     from narwhal_trio.scheduling.fleet import Engine
 
 __all__ = ["Fabric", "Finding", "Verdict"]
 
+PACE_TOKENS: Final = 16
 PARTNERS: Final = 3
 """Engines with which a hand-off is tried: one that fails may be the partner's fault."""
 
@@ -64,6 +66,14 @@ class Fabric:
         if engine.role is Role.PREFILL:
             return await self._probes.handoff(engine.id, partner.id)
         return await self._probes.handoff(partner.id, engine.id)
+
+    async def pace(self, engine: Engine) -> Output | None:
+        """One decode of `PACE_TOKENS` on an engine, for its token intervals; None if there was none. Alone where its kind can: nobody else
+        has a part in it then."""
+        if not self._core.dialect.rendezvous:
+            return (await self._probes.alone(engine.id, PACE_TOKENS)).output
+        partners = self.partners(engine) if engine.role is Role.DECODE else []
+        return (await self._probes.handoff(partners[0].id, engine.id, PACE_TOKENS)).output if partners else None
 
     async def verify(self, engine: Engine, recorded: Iterable[EngineId] = ()) -> Finding:
         """Whether the engine does its part of a hand-off. recorded: partners with which it failed, each of which is tried.

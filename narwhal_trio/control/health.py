@@ -22,21 +22,21 @@ from narwhal_trio.control.probes import Probe, ProbeResult
 from narwhal_trio.observe.log import traceback_of
 from narwhal_trio.outcomes import Condition
 from narwhal_trio.scheduling.breaker import Evidence, Signal, State, classify
-from narwhal_trio.scheduling.drift import Drift, DriftSettings, Verdict as DriftVerdict
+from narwhal_trio.scheduling.drift import Drift, DriftSettings, Finding as DriftFinding, Verdict as DriftVerdict
 from narwhal_trio.scheduling.fleet import Hold
 from narwhal_trio.scheduling.health import FleetHealth, HealthSettings
-from narwhal_trio.types import Phase, Role
+from narwhal_trio.types import EngineId, Phase, Role
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from narwhal_trio.control.fabric import Finding
+    from narwhal_trio.control.identity import Identities, Read
     from narwhal_trio.control.lag import LagProbe
     from narwhal_trio.control.probes import EngineProbes
     from narwhal_trio.router.core import RouterCore
     from narwhal_trio.router.legs import LegFailure
     from narwhal_trio.scheduling.fleet import Engine
-    from narwhal_trio.types import EngineId
 
 __all__ = ["HealthService"]
 
@@ -61,8 +61,9 @@ class HealthService:
     requests told, with the kind of question.
     """
 
-    def __init__(self, core: RouterCore, probes: EngineProbes, lag: LagProbe) -> None:
+    def __init__(self, core: RouterCore, probes: EngineProbes, lag: LagProbe, identities: Identities) -> None:
         recovery = core.config.recovery
+        self.identities = identities
         self._core = core
         self._probes = probes
         self._lag = lag
@@ -79,10 +80,12 @@ class HealthService:
         self.verifying: dict[EngineId, str] = {}
         self._undecided: set[EngineId] = set()
         """Asked without a result since the last pass: asked again at the next one."""
+        self._unpaced: set[EngineId] = set()
+        """On probation without traffic, to be measured."""
         self._still_out: dict[EngineId, str] = {}
         """The check by which an engine that answers is not taken back."""
         self.on_lost: Callable[[EngineId, str], None] = lambda _engine, _cause: None
-        """Told of each engine that is ejected after it has been in service, with the cause."""
+        """Told of each engine that is ejected after it has been in service, or that was started again while it was, and how that is."""
         self._took_over = False
         self._wake = trio.Event()
         core.health = self
@@ -142,6 +145,7 @@ class HealthService:
                     self._took_over = False
                     nursery.start_soon(self.liveness.first_look, name="first look at the engines")
                 self._start_verifying(nursery)
+                self._start_pacing(nursery)
                 with trio.move_on_at(self.machine.next_due):
                     await self._wake.wait()
                 self.machine.refresh(trio.current_time())
@@ -152,19 +156,45 @@ class HealthService:
         late = self._lag.take_peak(now) >= LATE_S
         for engine in self._core.fleet:
             finding = self.drift.look(engine, now, late=late)
-            if finding is None:
-                continue
-            numbers = {"score": round(finding.score, 3), "band": round(finding.band, 3), "windows": finding.windows}
-            if finding.verdict is DriftVerdict.EVICT:
-                detail = "drift {score} over its band {band}, {windows} windows in a row".format(**numbers)
-                if self.machine.signal(engine.id, Signal.DRIFTED, now, detail=detail):
-                    self.drift.evicted(engine.id)
-            else:
-                on = finding.verdict is DriftVerdict.PROBATION
-                self._note("engine_probation", engine.id, {"on": on, "penalty_s": engine.penalty_s, **numbers})
+            if finding is not None:
+                self._judge_drift(engine, finding)
+        self._unpaced.update(self.drift.unheard(now))
         self._undecided.clear()
         self.machine.refresh(now)
         self._wake.set()
+
+    def _judge_drift(self, engine: Engine, finding: DriftFinding) -> None:
+        numbers = {"score": round(finding.score, 3), "band": round(finding.band, 3), "windows": finding.windows}
+        if finding.verdict is DriftVerdict.EVICT:
+            detail = "drift {score} over its band {band}, {windows} windows in a row".format(**numbers)
+            if self.machine.signal(engine.id, Signal.DRIFTED, trio.current_time(), detail=detail):
+                self.drift.evicted(engine.id)
+        else:
+            on = finding.verdict is DriftVerdict.PROBATION
+            self._note("engine_probation", engine.id, {"on": on, "penalty_s": engine.penalty_s, **numbers})
+
+    def _start_pacing(self, nursery: trio.Nursery) -> None:
+        """Have engines decode whose probation keeps requests away."""
+        while self._unpaced:
+            engine = self._core.fleet.engines[self._unpaced.pop()]
+            if engine.live and self._core.readiness.controls_fleet(trio.current_time()):
+                nursery.start_soon(self._pace, engine, name=f"pace of {engine.id}")
+
+    async def _pace(self, engine: Engine) -> None:
+        try:
+            output = await self.fabric.pace(engine)
+        except Exception as exc:
+            log.error("probe ended by a fault of ours", engine=engine.id, kind="pace", traceback=traceback_of(exc))
+            self.liveness.failure = exc
+            return
+        now = trio.current_time()
+        result = ProbeResult.INCONCLUSIVE
+        if output is not None and output.interval_s is not None and self._lag.lag_s(now) < LATE_S:
+            result = ProbeResult.PASSED
+            finding = self.drift.measured(engine, output.interval_s, output.tokens, now)
+            if finding is not None:
+                self._judge_drift(engine, finding)
+        self.probed[engine.id, "pace", result.value] += 1
 
     def _start_verifying(self, nursery: trio.Nursery) -> None:
         if not self._core.readiness.controls_fleet(trio.current_time()):
@@ -226,8 +256,42 @@ class HealthService:
         pair = (engine.id, finding.partner) if engine.role is Role.PREFILL else (finding.partner, engine.id)
         self._note_probe(engine, "inference", result, producer=pair[0], consumer=pair[1], detail=finding.detail)
 
+    async def identify(self, engine: Engine) -> None:
+        """Ask an engine in service who it is. One that was started again is suspected until a hand-off has worked with the new process;
+        one that serves another model, or breaks the contract, is ejected."""
+        role = engine.role
+        read = await self.identities.read(engine.id)
+        now = trio.current_time()
+        if not self._core.readiness.controls_fleet(now) or engine.holds & {Hold.EJECTED, Hold.DRAINING}:
+            return
+        problem = read.stranger or (read.unproven if read.attested is not None else "")
+        if problem:
+            self.machine.signal(engine.id, Signal.STRANGER, now, detail=problem)
+        elif read.restarted:
+            self._note("engine_restarted", engine.id, {"process_start": read.identity.process_start})
+            self.drift.forget(engine)
+            self.on_lost(engine.id, "was started again")  # while the former process is still the known one
+            self.machine.signal(engine.id, Signal.RESTARTED, now, detail="it was started again")
+            self._wake.set()
+        if read.unproven and read.attested is None:
+            log.warning("engine's contract could not be checked", engine=engine.id, problem=read.unproven)
+        self._accept(engine, role, read)
+
+    def _accept(self, engine: Engine, asked_as: Role, read: Read) -> None:
+        """Take an answer for true. asked_as: the engine's role when it was asked; a role move may have overtaken the answer."""
+        self.identities.note(engine.id, read)
+        if read.attested is not None:
+            engine.sequence_limit = read.attested.sequence_limit
+        told = read.identity.role
+        if told is None or told is engine.role or engine.role is not asked_as or Hold.SWITCHING in engine.holds:
+            return
+        log.warning("engine has another role than was known", engine=engine.id, role=told.value, known=asked_as.value)
+        engine.role = told
+        self._tell("engine_role_found", engine.id, {"role": told.value, "known": asked_as.value})
+        self._core.fleet.changed()
+
     async def try_return(self, engine: Engine) -> None:
-        """An ejected engine answers again: has it the model, and does a real hand-off work with it?
+        """An ejected engine answers again: has it the model, is it what it must be, and does a real hand-off work with it?
 
         Where nobody could take part in one and the engine's role has nobody else, its own word has to do.
         """
@@ -236,10 +300,19 @@ class HealthService:
             self.probed[engine.id, "model", model.result.value] += 1
             self._note_still_out(engine, "model", model.detail)
             return
+        role = engine.role
+        read = await self.identities.read(engine.id, attest=True)
+        if not self._may_return(engine):
+            return
+        if read.stranger or read.unproven:
+            self.probed[engine.id, "identity", ProbeResult.FAILED.value] += 1
+            self._note_still_out(engine, "identity", read.stranger or read.unproven)
+            return
+        self._accept(engine, role, read)  # its role, above all, before a hand-off is tried in it
         finding = await self.fabric.verify(engine)
         self.probed[engine.id, "inference", _RESULTS[finding.verdict].value] += 1
         now = trio.current_time()
-        if not self._core.readiness.controls_fleet(now) or Hold.DRAINING in engine.holds:
+        if not self._may_return(engine):
             return
         evidence = "verification"
         if finding.verdict is Verdict.UNDECIDED and not self.machine.covered(engine.id):
@@ -252,6 +325,9 @@ class HealthService:
             self.drift.forget(engine)  # most likely another process; one that merely drifted has to earn its way out
         self.machine.signal(engine.id, Signal.READMITTED, now, cause=evidence)
 
+    def _may_return(self, engine: Engine) -> bool:
+        return self._core.readiness.controls_fleet(trio.current_time()) and Hold.DRAINING not in engine.holds
+
     def _note_still_out(self, engine: Engine, kind: str, detail: str) -> None:
         """Told once per check: an engine that is broken for a week is asked 60,000 times."""
         if self._still_out.get(engine.id) != kind:
@@ -261,15 +337,23 @@ class HealthService:
 
     # -- what others do to the fleet
 
-    def readmitted(self, engine: EngineId) -> None:
-        """An operator has put the engine back after its checks."""
-        self.drift.forget(self._core.fleet.engines[engine])
-        self.liveness.forget(engine)
-        self.machine.readmitted(engine, trio.current_time(), "lifecycle")
+    def readmitted(self, iid: EngineId, read: Read) -> None:
+        """An operator has put the engine back after its checks. read: who it was in them."""
+        engine = self._core.fleet.engines[iid]
+        self._accept(engine, engine.role, read)
+        self.drift.forget(engine)
+        self.liveness.forget(iid)
+        self.machine.readmitted(iid, trio.current_time(), "lifecycle")
 
-    def adopt(self) -> None:
-        """The fleet's ejections are another router's word. They are looked into at the next pass, and who is not ejected at once."""
-        self.machine.adopt(trio.current_time())
+    def adopt(self, suspects: Mapping[str, Sequence[str]]) -> None:
+        """The fleet's ejections are another router's word, and so are suspicions: engines with the partners of their failed legs. They are
+        looked into at the next pass, and who is not ejected at once."""
+        now = trio.current_time()
+        self.machine.adopt(now)
+        for name, partners in suspects.items():
+            if name in self.machine.engines:
+                known = [EngineId(partner) for partner in partners if partner in self.machine.engines]
+                self.machine.suspect(EngineId(name), known, now)
         self.liveness.forget()
         self._took_over = True
         self._wake.set()
@@ -280,10 +364,10 @@ class HealthService:
         self._tell("engine_probe", engine.id, {"kind": kind, "outcome": result.value, **fields})
 
     def _note(self, name: str, engine: EngineId, fields: dict[str, Any]) -> None:
-        level = log.warning if name in ("engine_ejected", "engine_hold_started") else log.info
+        level = log.warning if name in ("engine_ejected", "engine_hold_started", "engine_restarted") else log.info
         level(name.replace("_", " "), engine=engine, **fields)
         if name == "engine_ejected" and self.liveness.ejected(engine):
-            self.on_lost(engine, fields["cause"])
+            self.on_lost(engine, f"ejected: {fields['cause']}")
         self._tell(name, engine, fields)
 
     def _tell(self, name: str, engine: EngineId, fields: dict[str, Any]) -> None:

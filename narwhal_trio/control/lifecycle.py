@@ -13,6 +13,7 @@ import structlog
 import trio
 
 from narwhal_trio.control.fabric import PARTNERS
+from narwhal_trio.scheduling.identity import restarted
 from narwhal_trio.scheduling.lifecycle import (
     Check,
     DrainOrder,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from narwhal_trio.control.fabric import Fabric
+    from narwhal_trio.control.identity import Identities, Read
     from narwhal_trio.control.probes import EngineProbes, Probe
     from narwhal_trio.router.core import RouterCore
     from narwhal_trio.router.request import RequestRun
@@ -60,16 +62,20 @@ class LifecycleService:
         core: RouterCore,
         probes: EngineProbes,
         fabric: Fabric,
+        identities: Identities,
         *,
         wall: Callable[[], float],
-        on_readmitted: Callable[[EngineId], None] = lambda _engine: None,
+        on_readmitted: Callable[[EngineId, Read], None] = lambda _engine, _read: None,
     ) -> None:
         self._core = core
         self._probes = probes
         self._fabric = fabric
+        self._identities = identities
         self._wall = wall
         self._on_readmitted = on_readmitted
         self._order_came = trio.Event()
+        self._reads: dict[EngineId, Read] = {}
+        """Who the engines are whose return is being checked, or was last."""
         whole_wave = core.config.recovery.engine_restart_policy == "whole_wave"
         self.machine = Lifecycle(
             core.fleet, core.readiness, self._note, other_roles=core.other_roles, whole_wave=whole_wave
@@ -118,11 +124,12 @@ class LifecycleService:
 
     # -- orders
 
-    def engine_lost(self, iid: EngineId, cause: str) -> None:
-        """An engine that was in service has been ejected: the restart policy may want the whole fleet restarted."""
+    def engine_lost(self, iid: EngineId, how: str) -> None:
+        """An engine that was in service is gone, or is another process: the restart policy may want the whole fleet restarted."""
         self.machine.require_restart(
-            f"{iid} ejected: {cause}", now=trio.current_time(), wall=self._wall(), wave_id=self._wave_id()
+            f"{iid} {how}", now=trio.current_time(), wall=self._wall(), wave_id=self._wave_id()
         )
+        self.machine.note_processes(self._identities.starts)
         self._order_came.set()
 
     def _wave_id(self) -> str:
@@ -137,6 +144,7 @@ class LifecycleService:
             self.machine.drain(order, now=trio.current_time(), wall=self._wall(), wave_id=self._wave_id())
         except LifecycleRefused as refused:
             return refused.status, self.document(refused.message)
+        self.machine.note_processes(self._identities.starts)
         self.refresh()
         self._order_came.set()
         return 200, self.document()
@@ -164,7 +172,7 @@ class LifecycleService:
         if problem:
             return 409, self.document(f"readmission validation failed: {problem}")
         for iid in validation.engines:
-            self._on_readmitted(iid)
+            self._on_readmitted(iid, self._reads.pop(iid))
         return 200, self.document()
 
     def _in_control(self) -> bool:
@@ -173,7 +181,7 @@ class LifecycleService:
     # -- readmission checks
 
     async def _validate(self, validation: Validation) -> Checks:
-        """Ask all engines at once: health and model, then real hand-offs, then health again."""
+        """Ask all engines at once: health, model and identity, then real hand-offs, then health and identity again."""
         checks: Checks = {iid: [] for iid in validation.engines}
 
         def passed() -> bool:
@@ -183,15 +191,42 @@ class LifecycleService:
             checks[iid].append(_check("health", await self._probes.health(iid)))
             if checks[iid][-1].passed:
                 checks[iid].append(_check("model", await self._probes.model(iid)))
+            if checks[iid][-1].passed:
+                checks[iid] += await self._check_identity(iid)
 
         async def final(iid: EngineId) -> None:
             checks[iid].append(_check("final health", await self._probes.health(iid)))
+            before, after = self._reads[iid].identity, (await self._identities.read(iid)).identity
+            if restarted(before.process_start, after.process_start):
+                checks[iid].append(Check("process identity", False, "it was started again during the checks"))
 
         await _each(validation.engines, basics)
         if passed():
             await self._check_handoffs(validation, checks)
         if passed():
             await _each(validation.engines, final)
+        return checks
+
+    async def _check_identity(self, iid: EngineId) -> list[Check]:
+        """What there is to check of who the engine is: its contract, the settings that it was profiled with, whether it is a new process
+        where one is required."""
+        read = self._reads[iid] = await self._identities.read(iid, attest=True)
+        config, found = self._core.config, read.identity
+        checks = []
+        if config.engine_contract is not None:
+            problem = read.stranger or read.unproven
+            name = f"attestation {config.contract_fingerprint}" if self._identities.attests(iid) else "engine version"
+            checks.append(Check(name, not problem, problem))
+        if stale := self._identities.differences(iid, found):
+            # Prices that are a little off serve clients better than no engine; a contract leaves no such choice.
+            checks.append(Check("profile generation", config.engine_contract is None, "; ".join(stale)))
+        record = self.machine.records.get(iid)
+        if record is not None:
+            record.new_process_start = found.process_start
+            known = None not in (record.old_process_start, record.new_process_start)
+            if self.machine.restart_reason and known:
+                new = restarted(record.old_process_start, record.new_process_start)
+                checks.append(Check("new process identity", new, "" if new else "it has not been started again"))
         return checks
 
     async def _check_handoffs(self, validation: Validation, checks: Checks) -> None:
@@ -248,7 +283,7 @@ class LifecycleService:
             "engines": {engine.id: self._entry(engine, residents(engine.id)) for engine in self._core.fleet},
             "events": list(machine.events),
             "engine_restart_policy": self._core.config.recovery.engine_restart_policy,
-            "process_starts": {},
+            "process_starts": dict(self._identities.starts),
             "error": error,
         }
 

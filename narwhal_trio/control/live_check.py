@@ -3,11 +3,12 @@ from each prefill to each decode engine."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import trio
 
+from narwhal_trio.control.identity import Identities
 from narwhal_trio.control.probes import EngineProbes, Probe, ProbeResult
 from narwhal_trio.types import Role
 
@@ -33,15 +34,17 @@ class Finding:
 
 
 async def check_fleet(
-    access: EngineAccess, report: Callable[[Finding], None], versions: Mapping[str, str] | None = None
+    access: EngineAccess,
+    report: Callable[[Finding], None],
+    measured: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Finding]:
     """Ask everything and return what was found, in the order of the configuration. report: called at each answer, as it comes.
 
-    versions: of the engines when they were profiled, by iid; another one makes the profile a stranger's.
+    measured: settings of the engines when they were profiled, by iid; others make the profile a stranger's.
 
     All engines are asked at once. In hand-offs each engine takes part in one at a time, so that none waits for another.
     """
-    probes = EngineProbes(access)
+    probes, identities = EngineProbes(access), Identities(access, measured)
     found: dict[tuple[str, str], Finding] = {}
 
     async def ask(subject: str, question: str, probe: Callable[[], Awaitable[Probe]]) -> bool:
@@ -51,11 +54,22 @@ async def check_fleet(
         report(finding)
         return finding.probe.passed
 
+    async def as_profiled(iid: EngineId) -> Probe:
+        differs = identities.differences(iid, (await identities.read(iid)).identity)
+        return Probe(ProbeResult.FAILED, "; ".join(differs)) if differs else Probe(ProbeResult.PASSED)
+
+    async def keeps_contract(iid: EngineId) -> Probe:
+        read = await identities.read(iid, attest=True)
+        problem = read.stranger or read.unproven
+        return Probe(ProbeResult.FAILED, problem) if problem else Probe(ProbeResult.PASSED)
+
     async def engine(iid: EngineId) -> None:
         if await ask(iid, "health", lambda: probes.health(iid)):
             await ask(iid, "model", lambda: probes.model(iid))
-            if versions and iid in versions:
-                await ask(iid, "profile", lambda: probes.version(iid, versions[iid]))
+            if measured and iid in measured:
+                await ask(iid, "profile", lambda: as_profiled(iid))
+            if access.config.engine_contract is not None:
+                await ask(iid, "contract", lambda: keeps_contract(iid))
             if access.config.engine.tokenize:
                 await ask(iid, "tokenize", lambda: probes.tokenize(iid))
 

@@ -138,6 +138,7 @@ class Liveness:
         if probe.passed:
             watch.seen = True
             machine.passed(engine.id, Evidence.HEALTH)
+            await self._health.identify(engine)
         elif probe.result is not ProbeResult.INCONCLUSIVE:
             self._miss(engine, watch, probe)
 

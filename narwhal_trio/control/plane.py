@@ -14,6 +14,7 @@ import trio
 from narwhal_trio.config import ConfigError, Problem
 from narwhal_trio.control import health_view
 from narwhal_trio.control.health import HealthService
+from narwhal_trio.control.identity import Identities
 from narwhal_trio.control.kv_events import KvEvents
 from narwhal_trio.control.lag import LagProbe
 from narwhal_trio.control.lifecycle import LifecycleService
@@ -32,7 +33,7 @@ from narwhal_trio.scheduling.lifecycle import EngineState
 from narwhal_trio.scheduling.saturation import saturation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from narwhal_trio.config import RouterConfig
     from narwhal_trio.ha.handoff import HandoffDocument
@@ -62,18 +63,32 @@ class ControlPlane:
     """The background of one router. `run` is its only task; leaving it ends everything it started.
 
     admin_key: bearer of this router's admin routes, which it also shows to the primary that it shadows.
-    threads: False for simulations on a virtual clock.
+    threads: False for simulations on a virtual clock. measured: settings of the engines when they were profiled.
     """
 
-    def __init__(self, core: RouterCore, prepared: Prepared, *, admin_key: str = "", threads: bool = True) -> None:
+    def __init__(
+        self,
+        core: RouterCore,
+        prepared: Prepared,
+        *,
+        admin_key: str = "",
+        threads: bool = True,
+        measured: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
         self.core = core
         self._threads = threads
         self.lag = LagProbe()
         self.probes = EngineProbes(core)
-        self.health = HealthService(core, self.probes, self.lag)
+        self.identities = Identities(core, measured)
+        self.health = HealthService(core, self.probes, self.lag, self.identities)
         self.liveness = self.health.liveness
         self.lifecycle = LifecycleService(
-            core, self.probes, self.health.fabric, wall=time.time, on_readmitted=self.health.readmitted
+            core,
+            self.probes,
+            self.health.fabric,
+            self.identities,
+            wall=time.time,
+            on_readmitted=self.health.readmitted,
         )
         self.health.on_lost = self.lifecycle.engine_lost
         self.kv_events = KvEvents(core)
@@ -95,11 +110,12 @@ class ControlPlane:
         if prepared.predecessor is not None:
             self._take_over(prepared.predecessor)
         report = RolesReport(core, self.roles)
-        core.samples += [self.samples, self.kv_events.samples, report.samples]
+        core.samples += [self.samples, self.kv_events.samples, report.samples, self.identities.samples]
         core.documents |= {
             "ha": self._ha_document,
             "monitoring": self._monitoring_document,
             "lifecycle": self.lifecycle.document,
+            "identity": self.identities.document,
             "residency": lambda: {name: engine.document() for name, engine in core.residency.engines.items()},
             **report.documents,
             **health_view.documents(self.health),
@@ -131,7 +147,13 @@ class ControlPlane:
 
     def handoff(self) -> dict[str, Any]:
         """The hand-over document."""
-        return handoff_document(self.core, self.lifecycle.machine, wall=time.time())
+        return handoff_document(
+            self.core,
+            self.lifecycle.machine,
+            wall=time.time(),
+            suspects=self.health.machine.suspects(),
+            process_starts=self.identities.starts,
+        )
 
     # -- stages and hooks
 
@@ -164,12 +186,15 @@ class ControlPlane:
 
     def _take_over(self, document: HandoffDocument | None) -> None:
         """This router is about to serve, after another one or for the first time."""
+        suspects: Mapping[str, Sequence[str]] = {}
         if document is not None:
             try:
                 apply_handoff(document, self.core, self.lifecycle.machine, wall=time.time())
+                self.identities.adopt(document.process_starts)
+                suspects = document.inference_sources
             except HandoffUnusable as exc:
                 log.warning("the hand-over document is of no use, starting from the configuration", problem=str(exc))
-        self.health.adopt()
+        self.health.adopt(suspects)
 
     # -- what others read
 

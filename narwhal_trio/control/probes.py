@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from narwhal_trio.control.access import EngineAccess
+    from narwhal_trio.control.calls import Output
     from narwhal_trio.engines.handoff import Handoff, Rendezvous
     from narwhal_trio.types import EngineId
 
@@ -46,11 +47,13 @@ class ProbeResult(enum.Enum):
 
 @attrs.frozen
 class Probe:
-    """detail: what was found where it did not pass; may hold engine text. engine: whom it is about, in a hand-off that did not work."""
+    """detail: what was found where it did not pass; may hold engine text. engine: whom it is about, in a hand-off that did not work.
+    output: of the decode leg, where there was one that passed."""
 
     result: ProbeResult
     detail: str = ""
     engine: EngineId | None = None
+    output: Output | None = attrs.field(default=None, eq=False, repr=False)
 
     @property
     def passed(self) -> bool:
@@ -100,33 +103,16 @@ class EngineProbes:
 
         return await self._bounded(engine, self._access.config.engine.health_timeout_s, ask)
 
-    async def handoff(self, producer: EngineId, consumer: EngineId) -> Probe:
+    async def handoff(self, producer: EngineId, consumer: EngineId, tokens: int = HANDOFF_TOKENS) -> Probe:
         """One real prefill on `producer` and its decode on `consumer`. Each leg is bounded by `RouterConfig.probe_timeout_s`."""
-        attempt = _HandoffCheck(self._access, self._calls, producer, consumer)
+        attempt = _HandoffCheck(self._access, self._calls, producer, consumer, tokens)
         return await (attempt.meet() if self._access.dialect.rendezvous else attempt.in_turn())
 
-    async def alone(self, engine: EngineId) -> Probe:
+    async def alone(self, engine: EngineId, tokens: int = HANDOFF_TOKENS) -> Probe:
         """One completion that the engine prefills and decodes itself, where its kind can. Bounded as one leg of a hand-off."""
         if self._access.dialect.rendezvous:
             return Probe(ProbeResult.INCONCLUSIVE, f"{engine}: engines of this kind cannot serve alone")
-        return await _HandoffCheck(self._access, self._calls, engine, engine).alone()
-
-    async def version(self, engine: EngineId, expected: str) -> Probe:
-        """Does the engine run this version? Bounded by `engine.health_timeout_s`."""
-
-        async def ask() -> Probe:
-            response = await self._get(engine, self._access.dialect.version_path)
-            if response.status_code != 200:
-                return Probe(ProbeResult.FAILED, f"status {response.status_code}")
-            try:
-                found = _VERSION.decode(response.content).version
-            except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-                return Probe(ProbeResult.FAILED, f"no version: {exc}")
-            if found == expected:
-                return _PASSED
-            return Probe(ProbeResult.FAILED, f"it was profiled as version {expected} and runs {found[:50]}")
-
-        return await self._bounded(engine, self._access.config.engine.health_timeout_s, ask)
+        return await _HandoffCheck(self._access, self._calls, engine, engine, tokens).alone()
 
     async def tokenize(self, engine: EngineId) -> Probe:
         """Does the engine count a prompt's tokens? Bounded by `engine.tokenize_timeout_s`."""
@@ -171,12 +157,15 @@ def _out_of_time(access: EngineAccess, engine: EngineId, limit_s: float, started
 class _HandoffCheck:
     """The legs of one check."""
 
-    def __init__(self, access: EngineAccess, calls: EngineCalls, producer: EngineId, consumer: EngineId) -> None:
+    def __init__(
+        self, access: EngineAccess, calls: EngineCalls, producer: EngineId, consumer: EngineId, tokens: int
+    ) -> None:
         self._access = access
         self._calls = calls
         self._rid = calls.new_id()
         prompt = f"{self._rid.replace('-', '')} hand-off check"
-        self._request = calls.request(prompt, max_tokens=HANDOFF_TOKENS, ignore_eos=True)
+        self._request = calls.request(prompt, max_tokens=tokens, ignore_eos=True)
+        self._output: Output | None = None
         self._producer = producer
         self._consumer = consumer
 
@@ -195,7 +184,7 @@ class _HandoffCheck:
             if isinstance(found, Probe):
                 return found
             access.ledger.close(entry, HandoffResult.ACCEPTED)
-            return _PASSED
+            return self._passed()
         finally:
             access.ledger.strand(entry)
 
@@ -213,7 +202,7 @@ class _HandoffCheck:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(leg, self._producer, lambda: self._prefill(meeting))
             nursery.start_soon(leg, self._consumer, lambda: self._decode(None, meeting))
-        return failures[0] if failures else _PASSED
+        return failures[0] if failures else self._passed()
 
     async def _bounded(self, engine: EngineId, work: Callable[[], Awaitable[Handoff | None]]) -> Probe | Handoff | None:
         limit_s = self._access.config.probe_timeout_s
@@ -229,13 +218,16 @@ class _HandoffCheck:
     async def alone(self) -> Probe:
         """A decode leg without a hand-off."""
         found = await self._bounded(self._consumer, lambda: self._decode(None, None))
-        return found if isinstance(found, Probe) else _PASSED
+        return found if isinstance(found, Probe) else self._passed()
+
+    def _passed(self) -> Probe:
+        return Probe(ProbeResult.PASSED, output=self._output)
 
     async def _prefill(self, meeting: Rendezvous | None) -> Handoff | None:
         return await self._calls.prefill(self._producer, self._request, self._rid, meeting)
 
     async def _decode(self, handoff: Handoff | None, meeting: Rendezvous | None) -> None:
-        await self._calls.decode(self._consumer, self._request, self._rid, handoff, meeting)
+        self._output = await self._calls.decode(self._consumer, self._request, self._rid, handoff, meeting)
 
 
 class _Card(msgspec.Struct):
@@ -246,9 +238,4 @@ class _Models(msgspec.Struct):
     data: list[_Card]
 
 
-class _Version(msgspec.Struct):
-    version: str
-
-
-_VERSION: Final = msgspec.json.Decoder(_Version)
 _MODELS: Final = msgspec.json.Decoder(_Models)

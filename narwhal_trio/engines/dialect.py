@@ -19,6 +19,7 @@ from narwhal_trio.types import Endpoint
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from narwhal_trio.engines.identity import Identity
     from narwhal_trio.protocol.request import CompletionRequest
 
 __all__ = ["INTERNAL_FIELDS", "Accounting", "Dialect", "Leg", "dialect_for"]
@@ -64,6 +65,8 @@ class Dialect(abc.ABC):
     models_path: ClassVar[str] = "/v1/models"
     version_path: ClassVar[str]
     metrics_path: ClassVar[str] = "/metrics"
+    identity_paths: ClassVar[tuple[str, ...]]
+    """Pages that together tell who an engine is, in the order of `read_identity`."""
     count_fields: ClassVar[tuple[str, ...]]
     """Fields of a chat request that change its token count and that `/tokenize` takes too."""
 
@@ -78,6 +81,10 @@ class Dialect(abc.ABC):
     @abc.abstractmethod
     def unsupported(self, endpoint: Endpoint, fields: Mapping[str, bytes]) -> tuple[str, str] | None:
         """`param` and message for a field that cannot be served across two legs; None if there is none."""
+
+    @abc.abstractmethod
+    def read_identity(self, *pages: bytes | None) -> Identity:
+        """Who an engine is, from its `identity_paths`; None for a page that could not be had."""
 
     @abc.abstractmethod
     def prefill_leg(

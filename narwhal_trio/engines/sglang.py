@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 import msgspec
 
+from narwhal_trio.engines import identity
 from narwhal_trio.engines.dialect import Accounting, Dialect, Leg, base_fields
 from narwhal_trio.protocol.rawjson import join_object
 from narwhal_trio.types import Endpoint
@@ -32,12 +33,16 @@ class SGLang(Dialect):
     name: ClassVar[str] = "sglang"
     rendezvous: ClassVar[bool] = True
     version_path: ClassVar[str] = "/server_info"
+    identity_paths: ClassVar[tuple[str, ...]] = ("/v1/models", "/server_info")
     count_fields: ClassVar[tuple[str, ...]] = (
         "tools",
         "chat_template_kwargs",
         "add_generation_prompt",
         "add_special_tokens",
     )
+
+    def read_identity(self, *pages: bytes | None) -> identity.Identity:
+        return identity.read_sglang(*pages)
 
     def accounting(self, endpoint: Endpoint) -> Accounting:
         """Streamed chat with token ids is a 400 in SGLang."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 import msgspec
 
-from narwhal_trio.engines import handoff as handoffs
+from narwhal_trio.engines import handoff as handoffs, identity
 from narwhal_trio.engines.dialect import Accounting, Dialect, Leg, base_fields, check_owner
 from narwhal_trio.protocol.rawjson import join_object, split_array
 from narwhal_trio.types import Endpoint
@@ -70,10 +70,14 @@ class VLLM(Dialect):
     name: ClassVar[str] = "vllm"
     rendezvous: ClassVar[bool] = False
     version_path: ClassVar[str] = "/version"
+    identity_paths: ClassVar[tuple[str, ...]] = ("/version", "/v1/models", "/metrics")
     count_fields: ClassVar[tuple[str, ...]] = (
         *("tools", "chat_template", "chat_template_kwargs", "continue_final_message"),
         *("add_generation_prompt", "add_special_tokens"),
     )
+
+    def read_identity(self, *pages: bytes | None) -> identity.Identity:
+        return identity.read_vllm(*pages)
 
     def accounting(self, endpoint: Endpoint) -> Accounting:  # noqa: ARG002 - both routes alike
         return Accounting.TOKEN_IDS

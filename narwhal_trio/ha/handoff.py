@@ -15,6 +15,8 @@ from narwhal_trio.scheduling.lifecycle import EngineState  # noqa: TC001 - msgsp
 from narwhal_trio.types import EngineId, Role, Terminal
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from narwhal_trio.router.core import RouterCore
     from narwhal_trio.scheduling.lifecycle import Lifecycle
 
@@ -43,6 +45,8 @@ class _Record(msgspec.Struct):
     wave_id: str | None = None
     error: str | None = None
     checks: list[_Check] = []
+    old_process_start: float | None = None
+    new_process_start: float | None = None
 
 
 class _Lifecycle(msgspec.Struct):
@@ -58,7 +62,8 @@ class _Risk(msgspec.Struct):
 
 
 class HandoffDocument(msgspec.Struct):
-    """`narwhal.handoff` as far as it is applied. at: Unix seconds by the writer's clock. Other members are ignored."""
+    """`narwhal.handoff` as far as it is applied. at: Unix seconds by the writer's clock. inference_sources: suspected engines, each with
+    the partners of its failed legs. process_starts: Unix seconds. Other members are ignored."""
 
     schema: str
     schema_version: int
@@ -71,6 +76,8 @@ class HandoffDocument(msgspec.Struct):
     ejected: list[str]
     counters: dict[str, int]
     lifecycle: _Lifecycle
+    inference_sources: dict[str, list[str]] = {}
+    process_starts: dict[str, float] = {}
     demand_risk: _Risk | None = None
 
     def check_model(self, model: str) -> None:
@@ -79,7 +86,14 @@ class HandoffDocument(msgspec.Struct):
             raise HandoffUnusable(f"it is about model {self.model!r}, this router serves {model!r}")
 
 
-def handoff_document(core: RouterCore, lifecycle: Lifecycle, *, wall: float) -> dict[str, Any]:
+def handoff_document(
+    core: RouterCore,
+    lifecycle: Lifecycle,
+    *,
+    wall: float,
+    suspects: Mapping[EngineId, Sequence[EngineId]],
+    process_starts: Mapping[EngineId, float],
+) -> dict[str, Any]:
     """The document of this router now. wall: Unix seconds."""
     books = core.accounting
     return {
@@ -93,6 +107,8 @@ def handoff_document(core: RouterCore, lifecycle: Lifecycle, *, wall: float) -> 
         "engines": sorted(core.fleet.engines),
         "roles": {engine.id: engine.role.value for engine in core.fleet},
         "ejected": [engine.id for engine in core.fleet if Hold.EJECTED in engine.holds],
+        "inference_sources": {iid: list(partners) for iid, partners in suspects.items()},
+        "process_starts": dict(process_starts),
         "counters": {name: count for name, count in books.counters().items() if name != "open"},
         "outcome_reasons": {
             terminal.counter: books.reasons(terminal)
@@ -101,7 +117,6 @@ def handoff_document(core: RouterCore, lifecycle: Lifecycle, *, wall: float) -> 
         "lifecycle": {
             **lifecycle.durable(),
             "engine_restart_policy": core.config.recovery.engine_restart_policy,
-            "process_starts": {},
         },
         "demand_risk": core.roles.gate.document(trio.current_time()),
     }

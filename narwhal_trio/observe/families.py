@@ -169,6 +169,9 @@ _ENGINES: Final = (
     _counter("engine_hold_ends", "Holds ended.", "iid", "kind", "cause"),
     _counter("engine_probes", "Probes of engines.", "iid", "kind", "outcome"),
     _counter("engine_readmissions", "Readmissions.", "iid", "evidence"),
+    _counter("engine_restarts", "Engines found to be another process than before.", "iid"),
+    _gauge("engine_process_start_seconds", "Start of the engine's process, Unix seconds, as it says.", "iid"),
+    _gauge("engine_profile_stale", "1 where an engine's settings are not those that it was profiled with.", "iid"),
     _gauge("engine_breaker_streak", "Failures of a class in a row.", "iid", "class"),
     _gauge("engine_breaker_verifying", "1 while a breaker's verdict is being verified.", "iid", "kind"),
     _gauge("prefill_below_floor", "1 while fewer prefill engines live than the minimum."),
@@ -210,10 +213,6 @@ _ROLES: Final = _on_demand(
     _gauge("demand_evidence_trend_ratio", "Recent demand over earlier demand."),
     _gauge("demand_evidence_refused", "1 where a gate refuses to move a decode engine.", "gate"),
     _counter("demand_evidence_risk_events", "Signs that moving an engine is risky.", "kind"),
-    _gauge("attainment_evidence_covered_seconds", "Time that the attainment evidence covers."),
-    _gauge("attainment_evidence_outcomes", "Outcomes in the attainment evidence."),
-    _gauge("attainment_evidence_buckets", "Buckets in the attainment evidence."),
-    _counter("attainment_evidence_pruned", "Attainment evidence given up for space.", "kind"),
 )
 
 FAMILIES: Final[Mapping[str, Family]] = {

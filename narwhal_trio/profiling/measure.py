@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from narwhal_trio.control.calls import CallFailed
+from narwhal_trio.control.identity import read_identity
 from narwhal_trio.profiling.facts import engine_facts
 from narwhal_trio.profiling.plan import PlanTooLong
 from narwhal_trio.profiling.points import DecodePoint, Measured, PrefillPoint, WarmPoint, batch_point
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from narwhal_trio.config.model import EngineConfig
     from narwhal_trio.control.access import EngineAccess
+    from narwhal_trio.engines.identity import Settings
     from narwhal_trio.profiling.facts import EngineFacts
     from narwhal_trio.profiling.plan import Plan
     from narwhal_trio.profiling.sampling import PromptMaker
@@ -83,6 +85,7 @@ class _Fleet:
         self.progress = progress
         self.sampler = Sampler(access)
         self.facts: dict[EngineId, EngineFacts] = {}
+        self.settings: dict[EngineId, Settings] = {}
         self.context_limit = 1 << 30
         self.makers: dict[EngineId, PromptMaker] = {}
 
@@ -99,6 +102,7 @@ class _Fleet:
             if facts.busy and not allow_busy:
                 text = f"{engine.iid} has {facts.busy} other requests; measure an idle fleet, or say --allow-busy"
                 raise MeasureFailed(text)
+            self.settings[engine.id] = (await read_identity(self.access, engine.id)).settings
             maker = self.makers[engine.id] = await prompt_maker(self.access, engine.id)
             self.context_limit = min(self.context_limit, maker.context_limit or self.context_limit)
 
@@ -134,6 +138,7 @@ class _EngineJob:
         self.measured = Measured(
             engine.iid,
             version=fleet.facts[engine.id].version,
+            settings=fleet.settings[engine.id],
             kv_capacity_tokens=fleet.facts[engine.id].kv_capacity_tokens,
             # An engine that meets others in rooms does the work of its role and no other.
             prefills=not self._meets or self._prefill_role,

@@ -10,6 +10,8 @@ import attrs
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from narwhal_trio.engines.identity import Settings
+
 __all__ = ["MIN_STEPS", "DecodePoint", "Measured", "PrefillPoint", "WarmPoint", "batch_point"]
 
 MIN_STEPS: Final = 8
@@ -49,8 +51,8 @@ class WarmPoint:
 
 @attrs.define
 class Measured:
-    """What was measured at one engine. skipped: what was left out, each with its reason. version, kv_capacity_tokens: what the
-    engine says of itself. prefills, decodes, warm_wanted: what there is to measure."""
+    """What was measured at one engine. skipped: what was left out, each with its reason. version, settings, kv_capacity_tokens:
+    what the engine says of itself. prefills, decodes, warm_wanted: what there is to measure."""
 
     iid: str
     prefill: list[PrefillPoint] = attrs.field(factory=list)
@@ -58,6 +60,7 @@ class Measured:
     warm: list[WarmPoint] = attrs.field(factory=list)
     skipped: list[str] = attrs.field(factory=list)
     version: str = ""
+    settings: Settings = attrs.field(factory=dict)
     kv_capacity_tokens: int | None = None
     warm_wanted: bool = False
     prefills: bool = True

@@ -142,7 +142,7 @@ def measurement_meta(verdicts: Sequence[EngineVerdict]) -> dict[str, Any]:
             )
             if points
         }
-        | {"version": verdict.measured.version}
+        | {"version": verdict.measured.version, "settings": verdict.measured.settings}
         | ({"skipped": verdict.measured.skipped} if verdict.measured.skipped else {})
         for verdict in verdicts
     }

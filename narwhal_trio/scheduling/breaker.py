@@ -71,7 +71,7 @@ class Signal(enum.Enum):
     """What moves an engine from state to state: streaks of failed legs, verdicts of probes, drift, what operators do.
 
     NOT_ALIVE: it refuses, or says that it is ill. SILENT: it does not answer, which a busy engine may not do either. ROLE_UNKNOWN: a role
-    switch failed half-way.
+    switch failed half-way. RESTARTED: it is another process than before. STRANGER: it is not what an engine of this fleet must be.
     """
 
     UNREACHABLE = "unreachable"
@@ -85,6 +85,8 @@ class Signal(enum.Enum):
     REFUTED = "refuted"
     DRIFTED = "drifted"
     ROLE_UNKNOWN = "role_unknown"
+    RESTARTED = "restarted"
+    STRANGER = "stranger"
     DRAINED = "drained"
     READMITTED = "readmitted"
 
@@ -130,6 +132,7 @@ _UNREACHABLE: Final = Step(State.EJECTED, "connection")
 _NOT_ALIVE: Final = Step(State.EJECTED, "liveness")
 _SILENT: Final = Step(State.EJECTED, "liveness", covered_only=True)
 _ROLE_UNKNOWN: Final = Step(State.EJECTED, "role_switch")
+_STRANGER: Final = Step(State.EJECTED, "process_identity")
 _DRIFTED: Final = Step(State.EJECTED, "drift", covered_only=True)
 
 TABLE: Final[Mapping[State, Mapping[Signal, Step]]] = MappingProxyType(
@@ -138,17 +141,21 @@ TABLE: Final[Mapping[State, Mapping[Signal, Step]]] = MappingProxyType(
             Signal.UNREACHABLE: _UNREACHABLE,
             Signal.SLOW: Step(State.ASKED),
             Signal.WRONG: Step(State.SUSPECT),
+            Signal.RESTARTED: Step(State.SUSPECT),
             Signal.NOT_ALIVE: _NOT_ALIVE,
             Signal.SILENT: _SILENT,
             Signal.ROLE_UNKNOWN: _ROLE_UNKNOWN,
+            Signal.STRANGER: _STRANGER,
             Signal.DRIFTED: _DRIFTED,
         },
         State.ASKED: {
             Signal.UNREACHABLE: _UNREACHABLE,
             Signal.WRONG: Step(State.SUSPECT),
+            Signal.RESTARTED: Step(State.SUSPECT),
             Signal.NOT_ALIVE: _NOT_ALIVE,
             Signal.SILENT: _SILENT,
             Signal.ROLE_UNKNOWN: _ROLE_UNKNOWN,
+            Signal.STRANGER: _STRANGER,
             Signal.DRIFTED: _DRIFTED,
             Signal.HEALTHY: Step(State.SERVING, "health"),
             Signal.ILL: Step(State.EJECTED, "health_probe", covered_only=True, otherwise=State.SERVING),
@@ -159,6 +166,7 @@ TABLE: Final[Mapping[State, Mapping[Signal, Step]]] = MappingProxyType(
             Signal.NOT_ALIVE: _NOT_ALIVE,
             Signal.SILENT: _SILENT,
             Signal.ROLE_UNKNOWN: _ROLE_UNKNOWN,
+            Signal.STRANGER: _STRANGER,
             Signal.VERIFIED: Step(State.SERVING, "verification"),
             Signal.REFUTED: Step(State.EJECTED, "inference_probe", covered_only=True, otherwise=State.SERVING),
             Signal.DRAINED: Step(State.SERVING, "drained"),

@@ -67,7 +67,7 @@ class Finding:
 @attrs.define(eq=False)
 class EngineDrift:
     """One engine. ends_at: of the window, None before the first residual. scored_at: None if never. over, under: windows in a row.
-    scored, undersampled, pauses: counters."""
+    scored, undersampled, pauses: counters. asked_at: when it was last to be measured for want of a score."""
 
     residuals: list[float] = attrs.Factory(list)
     ends_at: float | None = None
@@ -81,6 +81,7 @@ class EngineDrift:
     scored: int = 0
     undersampled: int = 0
     pauses: int = 0
+    asked_at: float = float("-inf")
 
 
 class Drift:
@@ -116,6 +117,27 @@ class Drift:
             state.undersampled += 1
             return None
         return self._judge(engine, state, fmean(residuals), now)
+
+    def unheard(self, now: float) -> list[EngineId]:
+        """Engines on probation that have had no score for two windows: their price keeps requests away, and so the proof that they have
+        recovered. Names each once per window, for a measurement that `measured` takes."""
+        window_s = self.settings.window_s
+        found = [
+            iid
+            for iid, state in self.engines.items()
+            if state.probation and now - (state.scored_at or 0.0) >= 2 * window_s and now - state.asked_at >= window_s
+        ]
+        for iid in found:
+            self.engines[iid].asked_at = now
+        return found
+
+    def measured(self, engine: Engine, interval_s: float, tokens: int, now: float) -> Finding | None:
+        """One decode of the router's own as a window's score. interval_s: its mean token interval, at `tokens` of KV."""
+        state, profile = self.engines[engine.id], engine.profile
+        expected_s = 0.0 if profile is None else profile.token_interval(tokens, 1)
+        if expected_s <= 0 or not state.probation or engine.decodes or engine.prefills:
+            return None  # what its requests show from now on says more
+        return self._judge(engine, state, interval_s / expected_s, now)
 
     def band(self, engine_id: EngineId) -> float:
         """The score above which this engine drifts."""

@@ -18,7 +18,7 @@ from narwhal_trio.scheduling.coverage import covered
 from narwhal_trio.scheduling.fleet import Hold
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from narwhal_trio.scheduling.fleet import Engine, Fleet
     from narwhal_trio.types import EngineId
@@ -134,6 +134,14 @@ class FleetHealth:
             self._record(health, partner)
             self.signal(engine_id, Signal.WRONG, now, detail=detail)
 
+    def suspect(self, engine_id: EngineId, partners: Iterable[EngineId], now: float) -> None:
+        """Another router had begun to doubt the engine and was not done."""
+        health = self.engines[engine_id]
+        if health.state is State.SERVING and Hold.DRAINING not in health.engine.holds:
+            for partner in partners:
+                self._record(health, partner)
+            self.signal(engine_id, Signal.WRONG, now, detail="suspected by the router before")
+
     @staticmethod
     def _record(health: EngineHealth, partner: EngineId) -> None:
         health.paths.pop(partner, None)
@@ -165,6 +173,7 @@ class FleetHealth:
             health.returned_at = now
             self._count_readmission(health)
         elif found.to is State.SUSPECT:
+            health.detail = detail or health.detail
             self._tentative.add(engine_id)
         elif signal in (
             Signal.VERIFIED,
@@ -255,6 +264,10 @@ class FleetHealth:
             self.hold_ends[engine_id, kind, cause] += 1
             self._on_event("engine_hold_ended", engine_id, {"kind": kind, "cause": cause, "held_s": round(held_s, 3)})
             self._fleet.lift(engine_id, hold)
+
+    def suspects(self) -> dict[EngineId, list[EngineId]]:
+        """Engines about which real hand-offs have yet to decide, with the partners of their failed legs."""
+        return {iid: list(found.paths) for iid, found in self.engines.items() if found.state is State.SUSPECT}
 
     # -- what others do to the fleet
 

@@ -127,6 +127,12 @@ class Lifecycle:
             raise LifecycleRefused(f"a whole-wave {what} must name the complete engine set, or none")
         return every
 
+    def note_processes(self, starts: Mapping[EngineId, float]) -> None:
+        """Remember which processes the engines were when they left, Unix seconds of their starts. The first word counts."""
+        for record in self.records.values():
+            if record.old_process_start is None:
+                record.old_process_start = starts.get(record.iid)
+
     def require_restart(self, reason: str, *, now: float, wall: float, wave_id: str) -> None:
         """The fleet has lost an engine that it may not replace alone: hold all of it until the whole wave has been readmitted.
 
@@ -318,6 +324,8 @@ class Lifecycle:
             record = Record(iid, item["requested_at"], item["deadline_at"], now + left)
             record.force, record.wave_id, record.error = item["force"], item["wave_id"], item["error"]
             record.checks = [Check(**check) for check in item["checks"]]
+            record.old_process_start = item["old_process_start"]
+            record.new_process_start = item["new_process_start"]
             record.state = EngineState(item["state"])
             if record.state is EngineState.VALIDATING:
                 record.state, record.error = EngineState.BLOCKED, INTERRUPTED

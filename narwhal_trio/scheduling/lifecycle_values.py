@@ -85,7 +85,8 @@ class Check:
 
 @attrs.define(eq=False)
 class Record:
-    """One engine that is not simply active. requested_at, deadline_at: Unix seconds; deadline: the same on the router's clock."""
+    """One engine that is not simply active. requested_at, deadline_at: Unix seconds; deadline: the same on the router's clock.
+    old_process_start, new_process_start: Unix seconds, of the engine's process before the action and as it wants to return."""
 
     iid: EngineId
     requested_at: float
@@ -96,6 +97,8 @@ class Record:
     state: EngineState = EngineState.DRAINING
     error: str | None = None
     checks: list[Check] = attrs.Factory(list)
+    old_process_start: float | None = None
+    new_process_start: float | None = None
 
     def durable(self) -> dict[str, Any]:
         """What survives this process."""
@@ -106,8 +109,8 @@ class Record:
             "deadline_at": self.deadline_at,
             "force": self.force,
             "wave_id": self.wave_id,
-            "old_process_start": None,
-            "new_process_start": None,
+            "old_process_start": self.old_process_start,
+            "new_process_start": self.new_process_start,
             "error": self.error,
             "checks": [attrs.asdict(check) for check in self.checks],
         }

@@ -28,7 +28,7 @@ def checked(
     engines: tuple[int, int] = (2, 2),
     sim: dict[str, dict[str, Any]] | None = None,
     down: str = "",
-    versions: dict[str, str] | None = None,
+    measured: dict[str, dict[str, Any]] | None = None,
     **sections: Any,
 ) -> int:
     """Exit code of `check --live` on a fleet of its own. sim: engine settings by iid."""
@@ -48,7 +48,7 @@ def checked(
                 if item.iid != down:
                     fleet.append(engine)
                     await nursery.start(engine.serve, world.network.listen(item.iid, 8000))
-            code = await check_live(args, config, world.network, versions=versions, seed=1)
+            code = await check_live(args, config, world.network, measured=measured, seed=1)
             await trio.sleep(0.1)
             assert [(e.state().running, e.state().waiting) for e in fleet] == [(0, 0)] * len(fleet)
             assert world.network.open_connections() == []
@@ -76,7 +76,12 @@ def test_a_fleet_in_order(backend: str, capsys: pytest.CaptureFixture[str]) -> N
         ({"p0": {"model": "other"}}, {}, ["FAILED it serves other", "INCONCLUSIVE not asked"]),
         ({"p1": {"connector": None}}, {}, ["p1 > d0", "FAILED p1: no hand-off"]),
         ({"d0": {"api_key": "secret"}}, {}, ["FAILED status 401"]),
-        ({}, {"versions": {"d0": "0.1", "p0": "0.32.0"}}, ["FAILED it was profiled as version 0.1 and runs 0.32.0"]),
+        (
+            {"p1": {"block_size": 32}},
+            {"measured": {"d0": {"version": "0.1"}, "p0": {"version": "0.32.0"}, "p1": {"block_size": 16}}},
+            ["FAILED version is 0.32.0, it was profiled with 0.1", "FAILED block_size is 32, it was profiled with 16"],
+        ),
+        ({}, {"engine_contract": {"engine_version": "0.1"}}, ["FAILED engine_contract.engine_version is 0.1"]),
         ({}, {"engines": (0, 1)}, ["the fleet has no prefill engine"]),
         ({}, {"engines": (1, 0)}, ["the fleet has no decode engine"]),
     ],

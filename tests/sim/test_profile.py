@@ -160,9 +160,16 @@ def test_one_engine_measured_anew_leaves_the_others_alone(tmp_path: Path, capsys
     assert (
         profiled(out, *SHORT.split(), "--only", "p0", down="d0", time={"p0": TIME.scaled(2), "d0": TIME.scaled(5)}) == 0
     )
-    profiles = parse_profiles(out.read_bytes(), "").profiles
-    is_speed(profiles["p0"], TIME.scaled(2))
-    is_speed(profiles["d0"], TIME)
+    store = parse_profiles(out.read_bytes(), "")
+    is_speed(store.profiles["p0"], TIME.scaled(2))
+    is_speed(store.profiles["d0"], TIME)
+    for iid in ("p0", "d0"):
+        assert store.meta["measurements"][iid]["settings"] == {
+            "version": "0.32.0",
+            "weights": MODEL,
+            "max_model_len": 32768,
+            "block_size": 16,
+        }
 
 
 def test_a_fit_that_is_refused_leaves_the_old_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

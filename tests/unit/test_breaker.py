@@ -75,12 +75,12 @@ def test_only_readmission_ends_an_ejection() -> None:
 
 @pytest.mark.parametrize("state", list(State))
 @pytest.mark.parametrize("signal", list(Signal))
-def test_an_engine_that_nobody_can_stand_in_for_is_ejected_only_when_it_cannot_be_reached(
+def test_an_engine_that_nobody_can_stand_in_for_is_ejected_only_when_it_cannot_serve(
     state: State, signal: Signal
 ) -> None:
     found = step(state, signal, covered=False)
     if found is not None and found.to is State.EJECTED:
-        assert found.cause in {"connection", "liveness", "role_switch"}
+        assert found.cause in {"connection", "liveness", "role_switch", "process_identity"}
     covered = step(state, signal, covered=True)
     if covered is not None and covered.to is State.EJECTED:
         assert covered.cause

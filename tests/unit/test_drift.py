@@ -165,6 +165,28 @@ def test_an_evicted_engine_stays_on_probation_and_another_process_starts_clean()
     assert world.engines[0].penalty_s == 0
 
 
+def test_on_probation_without_traffic_it_is_asked_for_once_a_window_and_measurements_count() -> None:
+    world = World(2)
+    world.windows(1, 1.0, 1.0)
+    world.windows(2, 3.0, 1.0)
+    assert world.state().probation
+    for engine in world.engines:
+        engine.decodes.clear()
+    asked = [world.drift.unheard(world.now + second) for second in range(1, 21)]
+    assert [second for second, found in enumerate(asked, 1) if found] == [10, 15, 20]
+    assert {iid for found in asked for iid in found} == {"d0"}
+    # Slow as it is said to be: nothing changes, and it may yet be evicted.
+    d0, d1 = world.engines
+    assert world.drift.measured(d0, 3 * STEP, 20, world.now) is None
+    assert world.drift.measured(d1, 3 * STEP, 20, world.now) is None
+    assert world.state(1).over == 0, "who is not on probation is judged by its requests alone"
+    assert world.drift.measured(d0, STEP, 20, world.now) is None
+    found = world.drift.measured(d0, STEP, 20, world.now)
+    assert found is not None
+    assert (found.verdict, world.state().probation, d0.penalty_s) == (Verdict.RECOVERED, False, 0.0)
+    assert world.drift.unheard(world.now + 1000) == []
+
+
 def test_a_burst_that_is_over_when_the_pass_looks_makes_no_engine_slow() -> None:
     world = World()
     engine = world.engines[0]

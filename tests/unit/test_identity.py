@@ -1,90 +1,142 @@
+"""Who an engine says that it is, read from what real engines answered, and what follows from it."""
+
 from __future__ import annotations
 
-import hashlib
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given, strategies as st
 
-from narwhal_trio.outcomes import Condition, Refusal
-from narwhal_trio.protocol.identity import Authenticator, KeysError, parse_keys
+from narwhal_trio.config import parse_config
+from narwhal_trio.engines.dialect import dialect_for
+from narwhal_trio.engines.identity import Attestation, Identity, read_attestation, read_sglang, read_vllm
+from narwhal_trio.scheduling.identity import attestation_problem, differences, restarted, stranger
+from narwhal_trio.types import Role
 
-
-def _line(name: str, key: str) -> str:
-    return f"{name} sha256:{hashlib.sha256(key.encode()).hexdigest()}"
-
-
-KEYS = parse_keys(
-    f"# clients\n{_line('alice', 'ka')}\n\n{_line('bob', 'kb')}  # spare\n{_line('bob', 'kb2')} weight=2.5\n"
-).clients
+CAPTURES = Path(__file__).parents[1] / "data" / "engine_captures"
 
 
-def _refused(auth: Authenticator, headers: list[tuple[bytes, bytes]], peer: str = "127.0.0.1") -> str:
-    with pytest.raises(Refusal) as caught:
-        auth.identify(headers, peer)
-    assert caught.value.condition is Condition.UNAUTHENTICATED
-    return caught.value.message
+def config(**contract: Any) -> Any:
+    document = {
+        "model": "m",
+        "engines": [{"iid": "p", "url": "http://p:1", "role": "prefill"}, {"iid": "d", "url": "http://d:1"}],
+        "slo": {"ttft_s": 1.0, "tpot_s": 0.1},
+    }
+    return parse_config(document | ({"engine_contract": contract} if contract else {}), environ={})
 
 
-def test_without_a_mode_nobody_is_asked() -> None:
-    assert Authenticator().identify([(b"authorization", b"Bearer whatever")], "203.0.113.1") == ""
+def test_the_pages_of_real_vllm() -> None:
+    metrics = (CAPTURES / "vllm-metrics-agg.txt").read_bytes()
+    card = {"id": "tiny", "root": "models/tiny", "max_model_len": 2048, "object": "model"}
+    found = read_vllm(b'{"version":"0.32.0"}', msgspec.json.encode({"object": "list", "data": [card]}), metrics)
+    assert found.models == ("tiny",)
+    assert found.role is None
+    assert found.process_start is not None
+    assert found.process_start > 1.7e9
+    assert found.settings == {
+        "version": "0.32.0",
+        "weights": "models/tiny",
+        "max_model_len": 2048,
+        "block_size": 128,
+        "kv_cache_dtype": "auto",
+    }
+
+
+def test_sglang_tells_its_role() -> None:
+    info = {
+        "version": "0.5.23",
+        "model_path": "models/tiny",
+        "context_length": 2048,
+        "page_size": 1,
+        "kv_cache_dtype": "auto",
+        "disaggregation_mode": "prefill",
+        "internal_states": [{"disaggregation_mode": "decode"}],
+    }
+    found = read_sglang(None, msgspec.json.encode(info))
+    assert (found.role, found.models, found.process_start) == (Role.DECODE, None, None)
+    assert found.settings["block_size"] == 1
+    assert read_sglang(None, b'{"disaggregation_mode":"null"}').role is None
+
+
+@given(st.lists(st.binary(max_size=60) | st.none(), min_size=3, max_size=3))
+def test_whatever_pages_hold_the_rest_is_read(pages: list[bytes | None]) -> None:
+    for backend in ("vllm", "sglang"):
+        dialect = dialect_for(backend)
+        found = dialect.read_identity(*pages[: len(dialect.identity_paths)])
+        assert isinstance(found, Identity)
+    assert read_attestation(pages[0] or b"") is None
 
 
 @pytest.mark.parametrize(
-    "header",
-    [
-        (b"authorization", b"Bearer kb"),
-        (b"authorization", b"bearer   kb"),
-        (b"x-api-key", b"kb"),
-        (b"x-api-key", b"kb2"),
-    ],
+    ("before", "now", "new"),
+    [(None, 5.0, False), (5.0, None, False), (5.0, 5.0 + 1e-9, False), (5.0, 5.01, True), (5.0, 4.0, True)],
 )
-def test_a_key_names_its_client(header: tuple[bytes, bytes]) -> None:
-    assert Authenticator("api_keys", KEYS).identify([header], "") == "bob"
+def test_another_start_is_another_process(before: float | None, now: float | None, new: bool) -> None:
+    assert restarted(before, now) is new
+
+
+def test_only_what_is_known_of_both_can_differ() -> None:
+    then = {"block_size": 16, "version": "1", "gone": 1}
+    assert differences(then, {"block_size": 16, "max_model_len": 10}) == []
+    assert differences(then, {"block_size": 32, "version": "1"}) == ["block_size is 32, it was profiled with 16"]
+    assert differences({}, {"block_size": 32}) == []
+
+
+def test_another_model_or_a_broken_contract_makes_a_stranger() -> None:
+    plain, strict = config(), config(engine_version="0.32.0")
+    assert stranger(plain, Identity(models=("x", "m"))) == ""
+    assert stranger(plain, Identity()) == ""
+    assert stranger(plain, Identity(models=("x",))) == "it serves x"
+    assert stranger(strict, Identity(models=("m",), settings={"version": "0.32.0"})) == ""
+    assert "it runs 0.33.0" in stranger(strict, Identity(settings={"version": "0.33.0"}))
+
+
+def attested(**changes: Any) -> bytes:
+    document: dict[str, Any] = {
+        "schema": "narwhal.attestation",
+        "schema_version": 1,
+        "contract": {
+            "engine_version": "0.32.0",
+            "kv_heads": 8,
+            "connector": "NixlConnector",
+            "enforce_handshake_compat": True,
+        },
+        "sources": {},
+        "engine": {"version": "0.32.0", "process_start_time_seconds": 100.5},
+        "launch": {"args": ["serve", "--max-num-seqs", "64"]},
+        "attestation_digest": "x",
+    }
+    return msgspec.json.encode(document | changes)
+
+
+def test_an_attestation_is_compared_with_the_contract_and_with_the_engine() -> None:
+    strict = config(engine_version="0.32.0", kv_heads=8)
+    live = Identity(process_start=100.5, settings={"version": "0.32.0"})
+    found = read_attestation(attested())
+    assert found is not None
+    assert found.sequence_limit == 64
+    assert attestation_problem(strict, found, live) == ""
+    assert attestation_problem(config(), None, live) == ""
+    assert "no attestation" in attestation_problem(strict, None, live)
+    other = config(engine_version="0.32.0", kv_heads=4)
+    assert attestation_problem(other, found, live) == "engine_contract.kv_heads is 4, attested is 8"
+    assert "another process" in attestation_problem(strict, found, Identity(process_start=101.0))
+    assert "it runs 0.31" in attestation_problem(strict, found, Identity(settings={"version": "0.31"}))
 
 
 @pytest.mark.parametrize(
-    ("headers", "says"),
+    ("args", "limit"),
     [
-        ([], "required"),
-        ([(b"authorization", b"Bearer kx")], "not valid"),
-        ([(b"authorization", b"Basic kb")], "not valid"),
-        ([(b"authorization", b"Bearer ")], "not valid"),
-        ([(b"authorization", b"Bearer ka"), (b"x-api-key", b"kb")], "several"),
-        ([(b"x-authenticated-client", b"alice")], "required"),
+        (["--max-num-seqs=32"], 32),
+        (["--max-running-requests", "7"], 7),
+        (["--max-num-seqs"], 0),
+        (["--max-num-seqs", "many"], 0),
+        ([], 0),
     ],
 )
-def test_anything_else_is_401(headers: list[tuple[bytes, bytes]], says: str) -> None:
-    assert says in _refused(Authenticator("api_keys", KEYS), headers)
-
-
-def test_many_keys_are_found_like_few() -> None:
-    keys = parse_keys("\n".join(_line(f"c{n}", f"key{n}") for n in range(500))).clients
-    auth = Authenticator("api_keys", keys)
-    assert auth.identify([(b"x-api-key", b"key499")], "") == "c499"
-    _refused(auth, [(b"x-api-key", b"key500")])
-
-
-def test_all_problems_of_a_keys_file_at_once() -> None:
-    with pytest.raises(KeysError) as caught:
-        parse_keys(f"alice\n{_line('bob', 'k')}\n{_line('eve', 'k')}\nx md5:00\n")
-    assert [problem.split(":")[0] for problem in caught.value.problems] == ["line 1", "line 3", "line 4"]
-    with pytest.raises(KeysError, match="no key"):
-        parse_keys("# nothing\n")
-
-
-def test_an_ingress_is_believed_from_its_own_addresses_only() -> None:
-    auth = Authenticator.of("trusted_header", {}, "X-Client", ["10.0.0.0/8", "fd00::/8"])
-    named = [(b"x-client", b"team-a")]
-    assert auth.identify(named, "10.1.2.3") == "team-a"
-    assert auth.identify(named, "::ffff:10.1.2.3") == "team-a"
-    assert auth.identify(named, "fd00::1") == "team-a"
-    for peer in ("11.0.0.1", "", "not an address"):
-        assert "ingress" in _refused(auth, named, peer)
-    assert "exactly one" in _refused(auth, [], "10.1.2.3")
-    assert "exactly one" in _refused(auth, [*named, *named], "10.1.2.3")
-    assert "exactly one" in _refused(auth, [(b"x-client", b"two words")], "10.1.2.3")
-
-
-def test_weights_are_read_and_checked() -> None:
-    assert parse_keys(f"{_line('bob', 'k')} weight=2.5\n{_line('eve', 'x')}").weights == {"bob": 2.5}
-    with pytest.raises(KeysError, match="above 0"):
-        parse_keys(f"{_line('bob', 'k')} weight=0")
+def test_the_sequence_limit_is_read_from_the_launch(args: list[str], limit: int) -> None:
+    found = read_attestation(attested(launch={"args": args}))
+    assert isinstance(found, Attestation)
+    assert found.sequence_limit == limit

@@ -166,7 +166,8 @@ def test_an_engine_killed_under_load_is_out_in_seconds_and_back_after_a_real_han
             assert (row["iid"], row["evidence"]) == ("d1", "verification")
             assert row["at"] - restarted_at < 6
             legs = [(r.path, r.leg) for r in s.engines["d1"].requests if r.at > restarted_at]
-            assert legs[:3] == [("/health", ""), ("/v1/models", ""), ("/v1/completions", "decode")]
+            asked = [("/health", ""), ("/v1/models", ""), ("/version", ""), ("/v1/models", ""), ("/metrics", "")]
+            assert legs[:6] == [*asked, ("/v1/completions", "decode")]
             await trio.sleep(3)
             assert [r for r in s.engines["d1"].requests if r.at > row["at"] and r.path == CHAT], "it has work again"
             assert load.ok > served
@@ -527,9 +528,15 @@ def test_where_engines_restart_together_only_the_loss_of_one_holds_the_fleet_unt
                 "wave_started",
                 "drain_started",
             ]
+            await s.restart_engine(loser)
+            answer = await s.post("a", "/narwhal/lifecycle/readmit", {"wave": True})
+            assert answer.status == 409
+            assert f"{loser}: new process identity" not in answer.json()["error"]
+            assert "p0: new process identity: it has not been started again" in answer.json()["error"]
             for name, engine in s.engines.items():
-                engine.kill()
-                await s.restart_engine(name)
+                if name != loser:
+                    engine.kill()
+                    await s.restart_engine(name)
             assert (await s.post("a", "/narwhal/lifecycle/readmit", {"wave": True})).status == 200
             assert (await s.get("a", "/ready")).status == 200
             assert states(a) == {}

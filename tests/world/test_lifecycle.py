@@ -20,6 +20,9 @@ from tests.world.routers import Site, refusal, site
 QUICK = {"state_path": "", "liveness_every": 1, "liveness_misses": 2, "readmit_every": 3}
 DRAIN, READMIT, VIEW = "/narwhal/lifecycle/drain", "/narwhal/lifecycle/readmit", "/narwhal/lifecycle"
 
+IDENTITY = [(path, "", 200) for path in ("/version", "/v1/models", "/metrics")]
+"""What is asked of an engine to know who it is."""
+
 
 async def view(s: Site) -> Any:
     return (await s.get("a", VIEW)).json()
@@ -80,8 +83,10 @@ def test_one_engine_is_drained_stopped_and_readmitted_under_load() -> None:
             assert legs == [
                 ("/health", "", 200),
                 ("/v1/models", "", 200),
+                *IDENTITY,
                 (COMPLETIONS, "decode", 200),
                 ("/health", "", 200),
+                *IDENTITY,
             ]
             for n in range(8):
                 assert (await s.ask("a", seed=n)).status == 200
