@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,13 +134,14 @@ SAMPLES = (
 async def _engines() -> AsyncIterator[dict[str, tuple[SimEngine, str]]]:
     """Two prefill and two decode engines on free ports: name to engine and URL."""
     fabric = MemoryFabric()
+    epoch = time.time() - trio.current_time()  # on their clocks it is now, too
     async with trio.open_nursery() as nursery:
         found: dict[str, tuple[SimEngine, str]] = {}
         for name, role in (("p0", "prefill"), ("p1", "prefill"), ("d0", "decode"), ("d1", "decode")):
             (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
             port = listener.socket.getsockname()[1]
             engine = SimEngine(
-                EngineConfig(name=name, model=MODEL, role=role, advertise_port=port),  # type: ignore[arg-type]
+                EngineConfig(name=name, model=MODEL, role=role, advertise_port=port, epoch=epoch),  # type: ignore[arg-type]
                 fabric,
             )
             await nursery.start(engine.serve, listener)

@@ -40,8 +40,9 @@ async def with_progress(progress: Progress, work: Callable[[], Awaitable[T]]) ->
 async def _show(console: Console, progress: Progress) -> None:
     if not console.is_terminal:
         while True:
-            print(f"{progress.done}/{progress.total} {progress.stage}", file=sys.stderr, flush=True)
+            print(_line(progress), file=sys.stderr, flush=True)
             await trio.sleep(PIPED_EVERY_S)
+    # Until it is known how much there is to do, the bar pulses and the count has a question mark.
     columns = (
         SpinnerColumn(),
         BarColumn(),
@@ -54,3 +55,8 @@ async def _show(console: Console, progress: Progress) -> None:
         while True:
             bar.update(task, description=progress.stage, completed=progress.done, total=progress.total or None)
             await trio.sleep(0.1)
+
+
+def _line(progress: Progress) -> str:
+    """Without a count as long as nobody knows how much there is to do."""
+    return f"{progress.done}/{progress.total} {progress.stage}" if progress.total else progress.stage

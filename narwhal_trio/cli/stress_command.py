@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -284,7 +285,7 @@ async def _show_progress(console: Console, progress: Progress, options: Options)
         while True:
             load = progress.load
             state = "" if load is None else f": {len(load.seen)} ended, {load.in_flight} in flight"
-            print(f"{progress.stage}{state}", file=sys.stderr, flush=True)
+            print(printable(f"{progress.stage}{state}"), file=sys.stderr, flush=True)
             await trio.sleep(PIPED_EVERY_S)
     columns = (
         SpinnerColumn(),
@@ -298,7 +299,7 @@ async def _show_progress(console: Console, progress: Progress, options: Options)
         while True:
             load = progress.load
             text = progress.stage if load is None else f"{progress.stage}, {load.in_flight} in flight"
-            bar.update(task, description=text, completed=0 if load is None else len(load.seen))
+            bar.update(task, description=escape(printable(text)), completed=0 if load is None else len(load.seen))
             await trio.sleep(0.1)
 
 

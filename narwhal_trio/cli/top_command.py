@@ -176,7 +176,7 @@ def _totals(state: dict[str, Any]) -> Text:
         f"in service {admission['inflight']}/{admission['limit']}",
         f"offered {state['offered']}",
         *(f"{name.removesuffix('_requests')} {state[name]}" for name in TERMINALS if state[name] or name == "served"),
-        f"within targets {100 * state['slo_met'] / served:.1f} %" if served else "within targets -",
+        f"of served within targets {100 * state['slo_met'] / served:.1f} %" if served else "of served within targets -",
     ]
     return _text("  ".join(parts))
 

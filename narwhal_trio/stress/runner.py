@@ -88,7 +88,8 @@ class Options:
 
 @attrs.define
 class Progress:
-    """What whoever shows the run may read at any time. stage: "waiting", "load", "settling", "plain", "done"."""
+    """What whoever shows the run may read at any time. stage: "waiting", with what it waits for and why, "load", "settling", "plain",
+    "done"."""
 
     stage: str = "waiting"
     load: Load | None = None
@@ -256,7 +257,8 @@ class _Run:
             while not body:
                 try:
                     body = await ask()
-                except NotReady:
+                except NotReady as problem:
+                    self._progress.stage = f"waiting for the {problem}"
                     await trio.sleep(READY_POLL_S)
         try:
             body = body or await ask()
@@ -273,10 +275,12 @@ class _Run:
             (seen,) = await run_plain(target, f"{self._run_id}r", 1, first=number)
             if seen.outcome is Outcome.COMPLETED:
                 return
+            what = f"status {seen.status}" if seen.status else ""
+            said = ", ".join(filter(None, (what, seen.code, seen.detail))) or "no answer"
+            problem = f"{target.address} does not serve a plain request: {said}"
             if trio.current_time() >= give_up_at:
-                what = f"status {seen.status}" if seen.status else ""
-                said = ", ".join(filter(None, (what, seen.code, seen.detail))) or "no answer"
-                raise NotReady(f"{target.address} does not serve a plain request: {said}")
+                raise NotReady(problem)
+            self._progress.stage = f"waiting, {problem}"
             number += 1
             await trio.sleep(READY_POLL_S)
 

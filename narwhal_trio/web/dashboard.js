@@ -73,7 +73,7 @@ function showState(state) {
   const tiles = [
     ["open", state.open], ["queued", admission.queued], ["in service", `${whole(admission.inflight)} of ${whole(admission.limit)}`],
     ["offered", state.offered], ["served", state.served],
-    ["within targets", state.served ? `${(100 * state.slo_met / state.served).toFixed(1)} %` : "–"],
+    ["of served within targets", state.served ? `${(100 * state.slo_met / state.served).toFixed(1)} %` : "–"],
     ["hand-offs open", state.kv_handoffs.open], ["TTFT, TPOT target", `${seconds(limit.ttft_s)}, ${seconds(limit.tpot_s)}`],
   ];
   at("tiles").replaceChildren(...tiles.map(([name, value]) => {

@@ -24,6 +24,7 @@ from narwhal_trio.testing import ClientResponse, SimClient
 from narwhal_trio.types import EngineId
 from narwhal_trio.wire.stream import SocketDialer, parse_address
 from tests.contract.test_section_o_admission import ids, profiles
+from tests.sim.fleet import pin_all
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -126,6 +127,7 @@ async def site(**sections: dict[str, Any]) -> AsyncIterator[Site]:
         )
         journal = MemoryFile()
         async with open_router(config, environ={}, journal_file=journal) as router:
+            pin_all(router.core)
             (url,) = await nursery.start(router.serve, ["127.0.0.1:0"])
             yield Site(router, url, engines, journal)
             await router.core.wait_idle()

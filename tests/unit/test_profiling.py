@@ -9,7 +9,9 @@ import pytest
 
 from narwhal_trio.cli import build_parser
 from narwhal_trio.cli.profile_command import plan_of
+from narwhal_trio.cli.progress import _line
 from narwhal_trio.profiling.facts import EngineFacts, read_metrics
+from narwhal_trio.profiling.measure import Progress
 from narwhal_trio.profiling.plan import FULL, QUICK, Plan, PlanTooLong
 from narwhal_trio.profiling.points import DecodePoint, Measured, PrefillPoint
 from narwhal_trio.profiling.report import COLUMNS, notes, rows
@@ -105,3 +107,11 @@ def test_the_report_has_a_row_for_every_fit_and_a_note_for_what_is_missing() -> 
         "p0: left out: 8 decodes of 64 tokens: more than the KV memory of p0",
         "d0: does no prefill; its row takes that half from an engine that does",
     ]
+
+
+def test_progress_shows_no_count_before_there_is_one() -> None:
+    progress = Progress()
+    assert _line(progress) == "looking at the engines"
+    progress.total = 4
+    progress.step()
+    assert _line(progress) == "1/4 looking at the engines"

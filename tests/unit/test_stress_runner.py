@@ -260,6 +260,24 @@ def test_a_router_that_is_not_there() -> None:
     assert failing({"model": ""}).startswith(f"model list of the router {ROUTER}/v1/models: ")
 
 
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [
+        ("", f"waiting for the model list of the router {ROUTER}/v1/models: "),
+        ("m", f"waiting, {ROUTER} does not serve a plain request: Connection refused"),
+    ],
+)
+def test_while_it_waits_it_says_for_what_and_why(model: str, what: str) -> None:
+    async def main(world: World) -> None:
+        options = Options(ROUTER, model=model, total=1, ready_s=20.0, dialer=world.network, clock=trio.current_time)
+        progress = Progress()
+        with trio.move_on_after(5):
+            await stress(options, progress)
+        assert progress.stage.startswith(what)
+
+    run_world(main, 1)
+
+
 def test_an_engine_that_is_not_there() -> None:
     assert failing({"engine_urls": ["http://e0:8000"]}).startswith("engine http://e0:8000/stress/state: ")
 

@@ -101,7 +101,7 @@ def test_the_picture_has_engines_requests_and_endings() -> None:
     assert "on probation" in lines["d1"]
     assert "p0 > d0 (attempt 2)" in lines["00000000"]
     assert "failed: engine_fault" in lines["feedbeef"]
-    assert "within targets 66.7 %" in text
+    assert "of served within targets 66.7 %" in text
     assert "Running (2500, oldest" in text
 
 

@@ -140,6 +140,15 @@ def step_ratio(profile: Profile, tokens: float, requests: float, tpot_s: float, 
 
 
 def _queue(split: Split, view: FleetView, targets: Targets) -> float:
+    """The longer of two times, over the TTFT target: the measured hand-off, spread over the split's decode engines, and what these need for
+    the requests that wait for a decode seat.
+
+    The reference's later releases project a slot for each waiting request and take the worst wait relative to what its own TTFT budget
+    has left (K.8.2). This is its earlier form: the queue's work at the rate at which an engine finishes such requests within the TPOT
+    target. It needs no walk over all residents for each split, falls with every decode engine, and one request whose prefill has used up
+    nearly all of its budget cannot make every split look hopeless by itself. It leaves out that residents end at different times;
+    admission's own projection (`capacity`), which refuses by it, does not.
+    """
     engines, profile = split.decode, split.decode_profile
     if engines <= 0:
         return math.inf
