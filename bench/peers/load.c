@@ -96,7 +96,8 @@ static void print_quantiles(const char *name, struct samples *s)
         printf(",\"%s\":null", name);
         return;
     }
-    printf(",\"%s\":{\"p50\":%u,\"p99\":%u,\"max\":%u}", name, s->at[s->count / 2], s->at[(size_t)((double)s->count * 0.99)], s->at[s->count - 1]);
+    printf(",\"%s\":{\"count\":%zu,\"p50\":%u,\"p99\":%u,\"p999\":%u,\"max\":%u}", name, s->count, s->at[s->count / 2],
+           s->at[(size_t)((double)s->count * 0.99)], s->at[(size_t)((double)s->count * 0.999)], s->at[s->count - 1]);
 }
 
 /* User and system CPU of the processes together, all threads, ended ones too; their parts as /proc has them, in ticks. */

@@ -30,6 +30,8 @@ log = structlog.get_logger(__name__)
 
 FIRST_LOOK_S: Final = 2.0
 """Longest time for which a router's start waits to learn which engines are there."""
+PAUSE_S: Final = 0.01
+"""Longest pause between two checks that are due in the same pass."""
 _SUSPICIOUS: Final = frozenset({FailureClass.CONNECTION, FailureClass.LIVENESS})
 RELAPSES: Final = 4
 """How often the pause before an ejected engine is tried again doubles while it relapses."""
@@ -89,13 +91,16 @@ class Liveness:
     def start_due(self, nursery: trio.Nursery) -> None:
         """One monitoring pass: begin the checks that are due. Raises what an earlier check failed with by a fault of ours."""
         self._passes += 1
+        due: list[tuple[Engine, _Watch]] = []
         for engine in self._core.fleet:
             watch = self._watches[engine.id]
             if Hold.DRAINING in engine.holds:
                 continue  # it may be stopped any moment, which is nobody's fault
             if not watch.asking and self._due(engine, watch):
                 watch.asked_at, watch.asking = self._passes, True
-                nursery.start_soon(self._check, engine, watch, name=f"health of {engine.id}")
+                due.append((engine, watch))
+        if due:
+            nursery.start_soon(self._check_in_turn, nursery, due, name="health checks")
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
@@ -116,6 +121,14 @@ class Liveness:
 
     def _watching(self) -> bool:
         return self._core.readiness.controls_fleet(trio.current_time())
+
+    async def _check_in_turn(self, nursery: trio.Nursery, due: list[tuple[Engine, _Watch]]) -> None:
+        """Begin these checks one after the other: all at once they would be milliseconds in which no request is served."""
+        pause_s = min(PAUSE_S, self._core.config.controller.monitor_interval_s / len(due))
+        for number, (engine, watch) in enumerate(due):
+            if number:
+                await trio.sleep(pause_s)
+            nursery.start_soon(self._check, engine, watch, name=f"health of {engine.id}")
 
     async def _check(self, engine: Engine, watch: _Watch) -> None:
         try:

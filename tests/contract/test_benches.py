@@ -105,6 +105,20 @@ def test_the_profiler_says_where_cpu_goes(tmp_path: Path) -> None:
 
 @needs_tools
 @pytest.mark.slow
+def test_the_background_bench_compares_passes_with_none(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- bench/passes: begin -->\nold\n<!-- bench/passes: end -->\n")
+    command = [sys.executable, str(ROOT / "bench" / "passes.py"), "--quick", "--markdown", str(page)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    text = page.read_text()
+    assert "old" not in text
+    assert "|  | without passes | normal | ten times as often |" in text
+    assert "| TTFT p99, ms |" in text
+
+
+@needs_tools
+@pytest.mark.slow
 def test_a_router_that_cannot_serve_is_reported_and_the_others_are_measured(tmp_path: Path) -> None:
     broken = tmp_path / "broken" / "narwhal_trio"
     broken.mkdir(parents=True)

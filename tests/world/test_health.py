@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 from collections import Counter
@@ -25,6 +26,8 @@ from tests.world.routers import CuttableStore, Member, Site, site
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from narwhal_trio.engine_sim import SimEngine
 
 QUICK = {"state_path": "", "liveness_every": 10, "liveness_misses": 2, "readmit_every": 5}
 ROUTER = parse_address("http://a:8000")
@@ -543,6 +546,34 @@ def test_where_engines_restart_together_only_the_loss_of_one_holds_the_fleet_unt
             assert (await s.ask("a")).status == 200
 
     run_world(main, 18)
+
+
+# ---- what it costs
+
+
+def test_a_round_of_health_checks_is_no_burst() -> None:
+    """Engines are asked one after the other: a request that comes meanwhile waits for one check at most, not for all of them."""
+
+    async def main(world: World) -> None:
+        async with site(world, 8, 8) as s:
+            await s.router("a", recovery=QUICK | {"liveness_every": 5})
+            await trio.sleep(0.5)  # all were asked before it was ready
+            seen = {name: len(asked(engine)) for name, engine in s.engines.items()}
+            for _ in range(3):
+                await trio.sleep(5.0)
+                found = [asked(engine)[seen[name] :] for name, engine in s.engines.items()]
+                instants = sorted(at for times in found for at in times)
+                assert [len(times) for times in found] == [1] * 16
+                assert min(later - earlier for earlier, later in itertools.pairwise(instants)) > 0.005
+                assert instants[-1] - instants[0] < 1.0
+                seen = {name: len(asked(engine)) for name, engine in s.engines.items()}
+
+    run_world(main, 20)
+
+
+def asked(engine: SimEngine) -> list[float]:
+    """When it was asked for its health."""
+    return [request.at for request in engine.state().requests if request.path == "/health"]
 
 
 # ---- what never counts
