@@ -75,6 +75,7 @@ class RoleService:
         self._count_turned_away(now)
         roles.note_pass(self.loads.prefill, self.loads.decode, residency, now)
         self.below.watch(self._core, now)
+        self.switch.refresh(now)
         due = roles.due(now)
         if self.switch.busy:
             return

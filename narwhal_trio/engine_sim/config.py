@@ -67,6 +67,7 @@ class EngineConfig:
     blocks, block_size: KV memory; max_num_seqs: requests that run at once; max_num_queued: more waiting ones are answered 503.
     advertise_host, advertise_port: where decode engines reach this one, put into hand-off descriptors.
     bootstrap_port, bootstrap_timeout_s: of SGLang's rooms; how long a decode engine takes to find that nobody answers there.
+    role_switch: SGLang's flag that allows it.
     reasoning_parser, tool_parser: vLLM's flags of that name. kv_load_failure: what a failed KV read comes to.
     stream_interval: default number of tokens per event after the first. keepalive_s: idle connections are closed after so long.
     keep_alive_comment_s: `: keep-alive` comments while a stream is silent; 0 sends none.
@@ -94,6 +95,7 @@ class EngineConfig:
     advertise_port: int = 0
     bootstrap_port: int = 8998
     bootstrap_timeout_s: float = attrs.field(default=14.0, validator=_not_negative)
+    role_switch: bool = True
     reasoning_parser: bool = False
     tool_parser: bool = True
     kv_load_failure: Literal["fail", "recompute"] = "fail"

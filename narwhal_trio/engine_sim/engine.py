@@ -86,6 +86,8 @@ class SimEngine:
         self.engine_id = self._uuid()
         self.model = EngineModel(self.config, self.fabric, self.engine_id, self.drop_kv)
         self.rooms = Rooms()
+        self.captured_graphs = self.config.role == "decode"
+        """SGLang: a decode engine captures CUDA graphs at its start, another one when it first becomes one."""
         self.started_at: float | None = None
         register = getattr(self.fabric, "register", None)
         if register is not None:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["SglangRoutes"]
 
 _TOKENIZER = Tokenizer()
+GRAPH_MEMORY_GB = 1.25
+"""What an engine that has captured CUDA graphs for decoding says that they take."""
 _SOURCE = '\n\n  File "http_server.py", line 1860, in openai_v1_completions'
 """SGLang appends the place in its source to what it says about a body's shape."""
 
@@ -97,18 +99,26 @@ class SglangRoutes(Routes):
         await reply.respond(200, {"text": _TOKENIZER.decode(ids)})
 
     async def _role_switch(self, request: Request, reply: Reply) -> None:
-        """Change between prefill and decode. Only an idle engine can, and its KV memory starts anew. No capture shows this route: it
-        follows what the reference says of it."""
-        role = self.plain_object(request).get("new_role")
-        if role not in ("prefill", "decode"):
-            raise ApiError(400, f"new_role must be 'prefill' or 'decode', got {role!r}", "Bad Request")
-        if not self.engine.config.role:
-            raise ApiError(400, "Role switch needs an engine in disaggregation mode", "Bad Request")
-        if self.engine.model.running or self.engine.model.waiting:
-            raise ApiError(400, "Role switch needs an idle engine", "Bad Request")
-        self.engine.model.blocks.clear_cache()
-        self.engine.config = attrs.evolve(self.engine.config, role=role)
-        await reply.respond(200, {"success": True, "disaggregation_mode": role})
+        """Change between prefill and decode. Only an idle engine can, and its KV memory starts anew."""
+        engine, body = self.engine, self.plain_object(request)
+        old, new = engine.config.role, body.get("new_role")
+        said: dict[str, Any] = {"success": False, "old_role": old, "new_role": new, "safe_to_restore": True}
+        if not engine.config.role_switch:
+            said["message"] = "--enable-pd-role-switch is not set on this server"
+        elif new not in ("prefill", "decode"):
+            said["message"] = f"invalid new_role={new!r}"
+        elif new == old:
+            said |= {"success": True, "message": "ok", "safe_to_restore": False}
+        elif engine.model.running or engine.model.waiting:
+            said["message"] = "instance is not idle; drain all requests before switching"
+        elif new == "decode" and not engine.captured_graphs and body.get("decode_cuda_graph_memory_gb") is None:
+            said["message"] = "decode_cuda_graph_memory_gb is required before capturing decode graphs"
+        else:
+            engine.model.blocks.clear_cache()
+            engine.config = attrs.evolve(engine.config, role=new)
+            engine.captured_graphs |= new == "decode"
+            said |= {"success": True, "message": "ok", "safe_to_restore": False}
+        await reply.respond(200 if said["success"] else 400, said)
 
     async def _server_info(self, _request: Request, reply: Reply) -> None:
         config = self.engine.config
@@ -122,7 +132,12 @@ class SglangRoutes(Routes):
             "status": "ready",
             "max_total_num_tokens": config.blocks * config.block_size,
             "max_req_input_len": config.context_length - 6,
-            "internal_states": [{"disaggregation_mode": config.role or "null"}],
+            "internal_states": [
+                {
+                    "disaggregation_mode": config.role or "null",
+                    "decode_cuda_graph_memory_gb": GRAPH_MEMORY_GB if self.engine.captured_graphs else 0.0,
+                }
+            ],
             "version": config.version,
         }
         await reply.respond(200, info)

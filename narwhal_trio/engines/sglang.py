@@ -84,6 +84,10 @@ class SGLang(Dialect):
         fields["stream"] = b"true"
         if request.endpoint is Endpoint.COMPLETIONS:
             fields["return_token_ids"] = b"true"
+        elif not request.stream:
+            fields["stream_options"] = (
+                b'{"include_usage":true}'  # without ids nobody else knows what the answer's usage is
+            )
         return _meeting(request, fields, leg_id, rendezvous)
 
     def read_handoff(self, body: bytes, *, leg_id: str, received_at: float) -> None:  # noqa: ARG002 - nothing is handed on

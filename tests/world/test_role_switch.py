@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
@@ -21,8 +22,11 @@ SWITCH = "/pd_role_switch"
 TEXT: Table = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True}
 
 
-def sglang(world: World, prefill: int, decode: int) -> AbstractAsyncContextManager[Fleet]:
-    return fleet(world, prefill, decode, sim={"dialect": "sglang", "connector": None}, engine={"backend": "sglang"})
+def sglang(
+    world: World, prefill: int, decode: int, *, sim: Table | None = None, **sections: Any
+) -> AbstractAsyncContextManager[Fleet]:
+    engines = {"dialect": "sglang", "connector": None, **(sim or {})}
+    return fleet(world, prefill, decode, sim=engines, engine={"backend": "sglang"}, **sections)
 
 
 async def stream(found: Fleet, tokens: list[int], body: Table = TEXT) -> None:
@@ -37,7 +41,7 @@ def take_out(found: Fleet, engine: str) -> None:
 
 def switches(found: Fleet, engine: str) -> list[Table]:
     seen = [request for request in found.engines[engine].state().requests if request.path == SWITCH]
-    return [{"at": request.at, "status": request.status} for request in seen]
+    return [{"at": request.at, "status": request.status, "body": json.loads(request.body)} for request in seen]
 
 
 def test_an_idle_engine_is_told_at_once_and_serves_in_its_new_role() -> None:
@@ -130,3 +134,45 @@ def test_nothing_is_decided_while_an_engine_is_switched() -> None:
             assert state(found)["control"]["decisions"] == [{"by": "decode_floor", "result": "applied", "count": 1}]
 
     run_world(main, 5)
+
+
+@pytest.mark.parametrize(("decode", "known_gb"), [(2, 1.25), (1, 0.0)], ids=["peer", "nobody"])
+def test_an_engine_that_was_never_a_decode_engine_is_told_what_its_graphs_will_take(
+    decode: int, known_gb: float
+) -> None:
+    """SGLang refuses without the number. Another decode engine knows it, if there is one in service."""
+
+    async def main(world: World) -> None:
+        async with sglang(world, 2, decode, controller={"min_decode": decode}) as found:
+            take_out(found, "d0")
+            await trio.sleep(1.5)
+            [call] = switches(found, "p0")
+            assert call["status"] == 200
+            assert call["body"] == {"new_role": "decode", "decode_cuda_graph_memory_gb": known_gb}
+
+    run_world(main, 6)
+
+
+def test_an_engine_that_may_not_change_keeps_its_role_and_its_place_and_is_not_asked_for_ten_minutes() -> None:
+    """Started without the flag, it refuses and says that nothing has changed: no reason to eject it, or to hold it out again and again."""
+
+    async def main(world: World) -> None:
+        async with sglang(world, 2, 1, sim={"role_switch": False}) as found:
+            take_out(found, "d0")
+            await trio.sleep(13.0)
+            engine = found.router.core.fleet.engines[EngineId("p0")]
+            assert (engine.role.value, engine.holds, engine.pinned) == ("prefill", set(), True)
+            assert {call["status"] for call in switches(found, "p0")} == {400}
+            assert rows(found, "engine_ejected") == []
+            asked = [len(switches(found, name)) for name in ("p0", "p1")]
+            await trio.sleep(580.0)
+            assert engine.pinned
+            assert len(switches(found, "p0")) == asked[0]
+            found.router.core.fleet.lift(EngineId("d0"), Hold.SUSPECT)
+            await trio.sleep(20.0)
+            assert not engine.pinned
+            tokens: list[int] = []
+            await stream(found, tokens)
+            assert tokens == [400]
+
+    run_world(main, 7)
