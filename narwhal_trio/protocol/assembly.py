@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from narwhal_trio.protocol.events import FoldRules, Frame
     from narwhal_trio.protocol.sse import SseEvent
-    from narwhal_trio.protocol.template import Template
+    from narwhal_trio.protocol.template import Run, Template
 
 __all__ = ["AssemblyFold"]
 
@@ -32,6 +32,11 @@ _STRINGS: Final = ("content", "reasoning", "reasoning_content", "refusal")
 _NULL: Final = b"null"
 _members: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _FRAMING: Final = len(b"data: \n\n")
+
+
+def _opened(opening: bytes) -> dict[str, Raw]:
+    """The members with which an event opens."""
+    return _members(opening.removesuffix(b',"choices":[') + b"}")
 
 
 class AssemblyFold(StreamFold):
@@ -52,50 +57,8 @@ class AssemblyFold(StreamFold):
 
     def feed(self, data: bytes, now: float) -> None:
         """Take one engine read, made at `now`. After a fault or `[DONE]` nothing more is parsed."""
-        if self.stopped:
-            return
-        templates = self._templates
-        run = (
-            self._match_run(data, self._bytes + len(data))
-            if templates and len(data) >= templates[0].least_run
-            else None
-        )
-        if run is not None:
-            self._bytes += len(data)
-            self._take(self._templates[0], run.text, run.ids)
-            self.ledger.add(run.tokens, now, run.events, run.first)
-        else:
-            self._feed_events(data, now)
-
-    def _feed_events(self, data: bytes, now: float) -> None:
-        tokens = bearing = first = 0
-        for event in self._parser.feed(data):
-            self._bytes += len(event.framed) or len(event.data) + _FRAMING
-            if self._bytes > self.rules.max_response_bytes:
-                self._over_limit()
-                break
-            template: Template | None
-            for template in self._templates:
-                hit = template.match(event)
-                if hit is not None:
-                    break
-            else:
-                template, hit = self._recall(event)
-            if template is not None and hit is not None:
-                count = hit[0]
-                self._take(template, hit[1], hit[2])
-            else:
-                count = self._general(event)
-                if self.stopped:
-                    break
-            if count:
-                if not bearing:
-                    first = count
-                tokens += count
-                bearing += 1
-        if bearing:
-            self.ledger.add(tokens, now, bearing, first)
-        self._check_size()
+        if not self.done and self.fault is None:
+            self._feed(data, now)
 
     def end(self) -> None:
         """The engine's body ended: sets `fault` unless `[DONE]` came."""
@@ -173,23 +136,44 @@ class AssemblyFold(StreamFold):
             self.done = False
             self.fault = self.fault or exc.fault
 
-    def _take(self, template: Template, text: bytes, ids: bytes) -> None:
-        """Fold what a template has found."""
-        if template.field:
-            pieces = self._texts.get(template.field)
+    def _take(self, template: Template, frame: bytes, count: int, text: bytes, ids: bytes) -> int:
+        if not self._fits(len(frame)):
+            return 0
+        self._fold_values(template, text, ids)
+        if template.finish:
+            self.finish_reason = template.finish
+            self._keep(self._kept, "finish_reason", msgspec.json.encode(template.finish))
+        return count
+
+    def _take_run(self, template: Template, run: Run, frames: bytes) -> bool:
+        if self._bytes + len(frames) > self.rules.max_response_bytes:
+            return False
+        self._bytes += len(frames)
+        self._fold_values(template, run.text, run.ids)
+        return True
+
+    def _fold_values(self, template: Template, text: bytes, ids: bytes) -> None:
+        field = template.field or template.begins
+        if field:
+            pieces = self._texts.get(field)
             if pieces is None:
-                pieces = self._texts[template.field] = []
+                pieces = self._texts[field] = []
             if text:
                 pieces.append(text)
         if ids and self.rules.expose_token_ids:
             self._ids.append(ids)
-        if template.finish:
-            self.finish_reason = template.finish
-            self._keep(self._kept, "finish_reason", msgspec.json.encode(template.finish))
+
+    def _fits(self, size: int) -> bool:
+        """Whether an event of `size` bytes still goes into the answer; sets the fault if not."""
+        self._bytes += size
+        if self._bytes > self.rules.max_response_bytes:
+            self._over_limit()
+            return False
+        return True
 
     def _general(self, event: SseEvent) -> int:
         """Fold an event that no template fits. Returns its tokens."""
-        frame = self._opened(event)
+        frame = self._opened(event) if self._fits(len(event.framed) or len(event.data) + _FRAMING) else None
         if frame is None:
             return 0
         try:
@@ -198,19 +182,32 @@ class AssemblyFold(StreamFold):
         except BadFrame as exc:
             self.fault = exc.fault
             return 0
-        if self.output_started:
-            self._learn(frame, ids)
-        else:
+        if not self.output_started:
             self.output_started = self._answers(count, self.finish_reason)
+        if self.fault is None:
+            self._learn(frame, ids)
         return count
 
     def _goes_on(self, opening: bytes) -> bool:
-        members, meta = _members(opening.removesuffix(b',"choices":[') + b"}"), self._meta
-        return all(name == "object" or meta.get(name) == bytes(value) for name, value in members.items())
-
-    def _agrees(self, shape: Template) -> bool:
         meta = self._meta
-        return not shape.others or all(name == "object" or meta.get(name) == value for name, value in shape.others)
+        return not meta or all(
+            name == "object" or meta.get(name) == bytes(value) for name, value in _opened(opening).items()
+        )
+
+    def _suits(self, shape: Template) -> bool:
+        meta = self._meta
+        others = shape.others if meta else (*_opened(self._opening).items(), *shape.others)
+        if not others:
+            return True
+        said = {
+            name: bytes(value)
+            for name, value in others
+            if name != "object" and (name not in HIDDEN or self.rules.expose_token_ids)
+        }
+        if any(meta.get(name, value) != value for name, value in said.items()):
+            return False
+        meta.update(said)
+        return True
 
     def _fold(self, frame: Frame, ids: list[int]) -> None:
         meta = self._meta

@@ -15,7 +15,7 @@ from narwhal_trio.protocol.splice import without_ids
 
 if TYPE_CHECKING:
     from narwhal_trio.protocol.sse import SseEvent
-    from narwhal_trio.protocol.template import Template
+    from narwhal_trio.protocol.template import Run, Template
 
 __all__ = ["AssemblyFold", "FoldRules", "RelayFold", "StreamFault"]
 
@@ -29,54 +29,32 @@ class RelayFold(StreamFold):
         super().__init__(rules)
         self._held: list[bytes] = []
         self._held_bytes = 0
+        self._out: list[bytes] = []  # what the read in hand has given so far
         self._echo = rules.echo
+        self._expose = rules.expose_token_ids
 
     def feed(self, data: bytes, now: float) -> bytes:
         """Take one engine read, made at `now`. Returns what the client may have, b"" while everything is held.
 
         Frames that were read before a bad one are returned with its fault; after a fault or `[DONE]` nothing more is parsed.
         """
-        if self.stopped:
+        if self.done or self.fault is not None:
             return b""
-        templates = self._templates
-        run = self._match_run(data, len(data)) if templates and len(data) >= templates[0].least_run else None
-        if run is not None:
-            self.ledger.add(run.tokens, now, run.events, run.first)
-            before, after = self._templates[0].shown
-            return data if self.rules.expose_token_ids else b"".join((before, (after + before).join(run.texts), after))
-        return self._feed_events(data, now)
-
-    def _feed_events(self, data: bytes, now: float) -> bytes:
-        expose = self.rules.expose_token_ids
-        out: list[bytes] = []
-        tokens = bearing = first = 0
-        for event in self._parser.feed(data):
-            template: Template | None
-            for template in self._templates:
-                hit = None if event.framed else template.match(event)
-                if hit is not None:
-                    break
-            else:
-                template, hit = (None, None) if event.framed else self._recall(event)
-            if template is not None and hit is not None:
+        # What comes nearly always is one frame of the shape of the one before.
+        template = self._templates[0] if self._templates and self._parser.between_events else None
+        if template is not None and len(data) < template.least_run and len(data) <= self.rules.max_response_bytes:
+            hit = template.match(data)
+            if hit is not None:
                 count, text, _ = hit
-                before, after = template.shown
-                out += (b"data: ", event.data, b"\n\n") if expose else (before, text, after)
+                if count:
+                    self.ledger.add(count, now)
                 if template.finish:
                     self.finish_reason = template.finish
-            else:
-                count = self._general(event, out)
-                if self.stopped:
-                    break
-            if count:
-                if not bearing:
-                    first = count
-                tokens += count
-                bearing += 1
-        if bearing:
-            self.ledger.add(tokens, now, bearing, first)
-        self._check_size()
-        return b"".join(out)
+                before, after = template.shown
+                return data if self._expose else before + text + after
+        self._feed(data, now)
+        out, self._out = self._out, []
+        return out[0] if len(out) == 1 else b"".join(out)
 
     def end(self) -> bytes:
         """The engine's body ended: sets `fault` unless `[DONE]` came. Returns what the client may still have."""
@@ -84,12 +62,29 @@ class RelayFold(StreamFold):
         self._end()
         return _DONE_FRAME if self.done and not was_done else b""
 
-    def _general(self, event: SseEvent, out: list[bytes]) -> int:
-        """Take an event that no template fits. Returns its tokens; its frame goes to `out`, or waits there for the first output."""
+    def _recalls(self) -> bool:
+        return not self._echo
+
+    def _take(self, template: Template, frame: bytes, count: int, text: bytes, ids: bytes) -> int:  # noqa: ARG002
+        before, after = template.shown
+        if template.finish:
+            self.finish_reason = template.finish
+        self._show(frame if self._expose else before + text + after)
+        return count
+
+    def _take_run(self, template: Template, run: Run, frames: bytes) -> bool:
+        if len(frames) > self.rules.max_response_bytes:
+            return False
+        before, after = template.shown
+        self._show(frames if self._expose else b"".join((before, (after + before).join(run.texts), after)))
+        return True
+
+    def _general(self, event: SseEvent) -> int:
+        """Fold an event that no template fits. Returns its tokens."""
         frame = self._opened(event)
         if frame is None:
             if self.done:
-                out.append(_DONE_FRAME)
+                self._out.append(_DONE_FRAME)
             return 0
         try:
             count, ids = self._identity(frame)
@@ -101,20 +96,26 @@ class RelayFold(StreamFold):
             self.finish_reason = finish
         if frame.usage_only and not self.rules.usage_asked:
             return 0
+        shown = frame
         if self._echo and frame.choice is not None:
-            frame, self._echo = frame.preceded(self._echo), ""
-        data = frame.data if self.rules.expose_token_ids else without_ids(frame)
-        shown = event.raw if data is event.data else event.reframed(data)
-        if self.output_started:
-            out.append(shown)
+            shown, self._echo = frame.preceded(self._echo), ""
+        data = shown.data if self._expose else without_ids(shown)
+        if not self.output_started:
+            self.output_started = self._answers(count, finish)
+        if self.fault is None:
+            self._show(event.raw if data is event.data else event.reframed(data))
             self._learn(frame, ids)
-        elif self._answers(count, finish):
-            self.output_started = True
-            out += [*self._held, shown]
-            self._held.clear()
-        elif self.fault is None:
-            self._hold(shown)
         return count
+
+    def _show(self, frame: bytes) -> None:
+        """Hand on frames, with those before them; before the first output they wait for it."""
+        if not self.output_started:
+            self._hold(frame)
+        elif self._held:
+            self._out += [*self._held, frame]
+            self._held.clear()
+        else:
+            self._out.append(frame)
 
     def _hold(self, frame: bytes) -> None:
         """Keep a frame until the first output; a fault when that is more than the limits allow."""

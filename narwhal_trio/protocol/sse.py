@@ -60,6 +60,7 @@ class SseParser:
     """Incremental parser of one stream. Give it reads of any size; it holds at most one unfinished event of `limit` bytes.
 
     overflowed: an event or a line went over `limit`. Events before it were returned; nothing is parsed after it.
+    between_events: the next byte begins an event, so that a caller may take whole frames out of the stream by itself.
     """
 
     __slots__ = (
@@ -74,10 +75,12 @@ class SseParser:
         "_skip_lf",
         "_tail",
         "_tail_size",
+        "between_events",
         "overflowed",
     )
 
     def __init__(self, limit: int) -> None:
+        self.between_events = True
         self.overflowed = False
         self._limit = limit
         self._lead: bytes | None = b""  # what came of a possible byte order mark; None once that is settled
@@ -96,17 +99,25 @@ class SseParser:
         events: list[SseEvent] = []
         if self._lead is not None:
             data = self._without_bom(data, self._lead)
-        if not data or self.overflowed:
-            return events
+        if data and not self.overflowed:
+            self._feed(data, events)
+        self.between_events = not (self._lead or self._tail or self._raw or self._skip_lf or self.overflowed)
+        return events
+
+    def skipped(self) -> None:
+        """The caller has taken the first frame by itself: what would be a byte order mark before it is none any more."""
+        self._lead = None
+
+    def _feed(self, data: bytes, events: list[SseEvent]) -> None:
         if self._skip_lf or self._raw or data.find(_CR) >= 0:
             data = self._lines(data, events)
             if not data or self.overflowed:
-                return events
+                return
         # From here on no event is pending but for a part of its first line, and no CR is in sight.
         if self._tail:
             if data.find(_LF) < 0:
                 self._keep(data)
-                return events
+                return
             data = b"".join([*self._tail, data])
             self._tail.clear()
             self._tail_size = 0
@@ -119,15 +130,9 @@ class SseParser:
                 else:
                     self._block(block, events)
         elif not all(self._block(block, events) for block in blocks):
-            return events
+            return
         if rest:
             self._unfinished(rest, events)
-        return events
-
-    @property
-    def between_events(self) -> bool:
-        """Whether the next byte begins an event."""
-        return self._lead is None and not (self._tail or self._raw or self._skip_lf or self.overflowed)
 
     def close(self) -> SseEvent | None:
         """The event that the end of the stream cut off, as if its lines had been ended; None where nothing was pending."""

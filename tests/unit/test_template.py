@@ -7,8 +7,8 @@ import json
 import pytest
 
 from narwhal_trio.protocol.events import Frame
-from narwhal_trio.protocol.sse import SseEvent
-from narwhal_trio.protocol.template import OPENING, Template, learn
+from narwhal_trio.protocol.shapes import OPENING, learn, learn_silent
+from narwhal_trio.protocol.template import Run, Template, without_prompt_ids
 
 COMPLETION = b'{"id":"c","choices":[{"index":0,"text":"one","prompt_token_ids":null,"token_ids":[7],"finish_reason":null}],"usage":null}'
 CHAT = b'{"id":"c","choices":[{"index":0,"delta":{"reasoning":"one"},"logprobs":null,"token_ids":[7]}]}'
@@ -22,7 +22,7 @@ def learned(data: bytes, ids: list[int] | None = None) -> Template:
 
 
 def matched(template: Template, data: bytes) -> tuple[int, bytes, bytes] | None:
-    return template.match(SseEvent(data))
+    return template.match(b"data: " + data + b"\n\n")
 
 
 @pytest.mark.parametrize("data", [COMPLETION, CHAT])
@@ -82,7 +82,7 @@ def test_anything_else_does_not(change: tuple[bytes, bytes]) -> None:
 
 
 def test_an_event_named_error_fits_nothing() -> None:
-    assert learned(CHAT).match(SseEvent(CHAT, b"event: error\ndata: " + CHAT + b"\n\n", b"error")) is None
+    assert learned(CHAT).match(b"event: error\ndata: " + CHAT + b"\n\n") is None
 
 
 @pytest.mark.parametrize(
@@ -120,25 +120,16 @@ def run_template() -> Template:
     shape = learn(Frame.parse(COMPLETION), [7], opening[0])
     assert shape is not None
     assert shape.shareable
-    template = shape.after(opening[0])
-    template.find_runs()
-    return template
+    return shape.after(opening[0])
 
 
 def test_a_run_of_frames_is_read_at_once() -> None:
     texts = (b"", b"two", b'\\"token_ids\\":[1]', b"\\u00e9\xc3\xa9\\n", b"a, b", b"\\ud83d\\ude00")
-    found = run_template().match_run(
-        run_of(*zip(texts, (b"[1]", b"[2,3]", b"[4]", b"[0]", b"[5]", b"[6,7,8]"), strict=True))
-    )
-    assert found == (9, 6, 1, texts, b"".join(texts), b"1,2,3,4,0,5,6,7,8")
-    assert run_template().match_run(run_of((b"a", b"[1,2]"), (b"b", b"[3]"))) == (
-        3,
-        2,
-        2,
-        (b"a", b"b"),
-        b"ab",
-        b"1,2,3",
-    )
+    data = run_of(*zip(texts, (b"[1]", b"[2,3]", b"[4]", b"[0]", b"[5]", b"[6,7,8]"), strict=True))
+    found = Run(9, 6, 1, [*texts], b"".join(texts), b"1,2,3,4,0,5,6,7,8", len(data))
+    assert run_template().match_run(data) == found
+    data = run_of((b"a", b"[1,2]"), (b"b", b"[3]"))
+    assert run_template().match_run(data) == Run(3, 2, 2, [b"a", b"b"], b"ab", b"1,2,3", len(data))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +147,99 @@ def test_a_run_of_frames_is_read_at_once() -> None:
 def test_a_run_with_anything_else_in_it_is_not(odd: bytes) -> None:
     template = run_template()
     good = run_of((b"a", b"[1]"), (b"b", b"[2]"))
-    assert template.match_run(good) is not None
+    run = template.match_run(good)
+    assert run is not None
+    assert run.end == len(good)
     assert template.match_run(odd + good) is None
-    assert template.match_run(good + odd) is None
-    assert template.match_run(good + odd + good) is None
+    # Whole frames before it may be taken, never anything of it.
+    assert template.match_run(good + odd) in (None, run)
+    assert template.match_run(good + odd + good) in (None, run)
+
+
+def test_a_run_ends_before_the_first_frame_that_is_not_like_the_others() -> None:
+    template, good, last = (
+        run_template(),
+        run_of((b"a", b"[1]"), (b"b", b"[2]")),
+        COMPLETION.replace(b"null}]", b'"stop"}]'),
+    )
+    run = template.match_run(good)
+    for rest in (
+        b"data: " + last + b"\n\ndata: [DONE]\n\n",
+        b"data: [DONE]\n\n",
+        b": ping\n\n" + good,
+        good[:-1][len(good) // 2 :],
+        b"d",
+    ):
+        assert template.match_run(good + rest) == run
+    assert template.match_run(b"x" + good, 1) == run._replace(end=run.end + 1)  # type: ignore[union-attr]
+    assert template.match_run(run_of((b"a", b"[1]")) + b"data: [DONE]\n\n") is None
+
+
+def test_texts_without_ids_make_a_run_too() -> None:
+    data = b'{"id":"c","choices":[{"index":0,"text":"one"}]}'
+    opening = OPENING.match(data)
+    assert opening is not None
+    shape = learn(Frame.parse(data), [], opening[0])
+    assert shape is not None
+    frames = b"".join([b"data: " + data.replace(b"one", text) + b"\n\n" for text in (b"", b"two", b"\\n", b"")])
+    assert shape.after(opening[0]).match_run(frames) == Run(
+        2, 2, 1, [b"", b"two", b"\\n", b""], b"two\\n", b"", len(frames)
+    )
+    assert shape.after(opening[0]).match_run(frames.replace(b"two", b'"')) is None
+
+
+SILENT = b'{"id":"c","choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}],"prompt_token_ids":null}'
+
+
+def test_events_without_output_fit_byte_for_byte() -> None:
+    opening = OPENING.match(SILENT)
+    assert opening is not None
+    shape = learn_silent(Frame.parse(SILENT), opening[0])
+    assert shape is not None
+    assert (shape.begins, shape.shareable, shape.sheds) == ("content", True, True)
+    template = shape.after(b'{"id":"d","choices":[')
+    event = SILENT.replace(b'"c"', b'"d"', 1)
+    assert matched(template, event) == (0, b"", b"")
+    assert b"".join(template.shown) == b"data: " + event.replace(b',"prompt_token_ids":null', b"") + b"\n\n"
+    assert matched(template, event.replace(b'""', b'"a"')) is None
+    assert matched(template, SILENT) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        (b'"content":""', b'"content":"a"'),
+        (b'"content":""', b'"content":"","refusal":""'),
+        (b'"content":""', b'"tool_calls":[]'),
+        (b'"content":""', b'"x":1'),
+        (b'"finish_reason":null', b'"finish_reason":"stop"'),
+        (b'"finish_reason":null', b'"token_ids":[]'),
+        (b'"finish_reason":null', b'"logprobs":{}'),
+        (b'"finish_reason":null', b'"x":1'),
+        (b'"prompt_token_ids":null', b'"prompt_token_ids":[1]'),
+        (b'"prompt_token_ids":null', b'"usage":{}'),
+        (b'"prompt_token_ids":null', b'\n"x":null'),
+    ],
+)
+def test_nothing_silent_is_learned_from_events_that_say_something(change: tuple[bytes, bytes]) -> None:
+    opening = OPENING.match(SILENT)
+    assert opening is not None
+    assert change[0] in SILENT
+    assert learn_silent(Frame.parse(SILENT.replace(*change)), opening[0]) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "bare"),
+    [
+        (b"[1,2]", b"null"),
+        (b"[]", b"null"),
+        (b'[1, "x"]', b"null"),
+        *(
+            (odd, None)
+            for odd in (b"null", b"7", b"[[1],[2]]", b"[1", b"[1,]", b"[01]", b"[\n1]", b"[1\r]", b'["]"]', b'["\xff"]')
+        ),
+    ],
+)
+def test_ids_of_a_prompt_are_taken_out_of_sound_arrays_alone(value: bytes, bare: bytes | None) -> None:
+    event = COMPLETION.replace(b'"prompt_token_ids":null', b'"prompt_token_ids":' + value)
+    assert without_prompt_ids(event) == (None if bare is None else COMPLETION)
