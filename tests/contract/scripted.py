@@ -377,8 +377,9 @@ class Scripted:
 
 
 def scripted_config(prefill: int, decode: int, environ: Mapping[str, str], **sections: Table) -> RouterConfig:
+    """The engines are pinned: a script is what an engine of one role says."""
     engines = [
-        {"iid": f"{kind}{n}", "url": f"http://{kind}{n}:8000", "role": role}
+        {"iid": f"{kind}{n}", "url": f"http://{kind}{n}:8000", "role": role, "pin": True}
         for kind, role, count in (("p", "prefill", prefill), ("d", "decode", decode))
         for n in range(count)
     ]
