@@ -9,15 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from narwhal_trio.cli.common import (
-    add_config_argument,
-    load_or_complain,
-    positive,
-    print_table,
-    run_until_told,
-    table_console,
-)
+from narwhal_trio.cli.common import add_config_argument, load_or_complain, positive, run_until_told
 from narwhal_trio.cli.progress import with_progress
+from narwhal_trio.cli.tables import print_table, table_console
 from narwhal_trio.config import ConfigError, Problem, read_credentials
 from narwhal_trio.control.access import FleetAccess
 from narwhal_trio.control.artifacts import Artifacts, read_artifacts

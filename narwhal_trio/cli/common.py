@@ -1,4 +1,4 @@
-"""What several commands share: loading a configuration with its problems printed, tables, progress, and an orderly end by signals."""
+"""What several commands share: loading a configuration with its problems printed, and an orderly end by signals."""
 
 from __future__ import annotations
 
@@ -10,24 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from narwhal_trio.config import ConfigError, load_config
-from narwhal_trio.observe.log import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from narwhal_trio.config import RouterConfig
 
-__all__ = ["add_config_argument", "load_or_complain", "positive", "print_table", "run_until_told", "table_console"]
+__all__ = ["add_config_argument", "load_or_complain", "positive", "run_until_told"]
 
 T = TypeVar("T")
-
-_PIPED_WIDTH = 160
-_ALARMING = ("FAILED", "REJECTED", "SILENT", "INCONCLUSIVE")
 
 
 def add_config_argument(parser: argparse.ArgumentParser) -> None:
@@ -92,20 +85,3 @@ async def _wait_told(everything: trio.CancelScope) -> None:
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         await anext(signals)
         everything.cancel()
-
-
-def table_console() -> Console:
-    """Standard output: wide and without colours where it is no terminal."""
-    console = Console()
-    return console if console.is_terminal else Console(width=_PIPED_WIDTH, color_system=None)
-
-
-def print_table(console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """columns: a leading > aligns right. Cells may hold engine text."""
-    table = Table(title=printable(title), title_justify="left", box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
-    for row in rows:
-        # Text, not markup.
-        table.add_row(*(Text(printable(cell), "bold red" if cell.startswith(_ALARMING) else "") for cell in row))
-    console.print(table)

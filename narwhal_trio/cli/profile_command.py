@@ -15,15 +15,9 @@ from typing import TYPE_CHECKING
 import attrs
 
 from narwhal_trio import __version__
-from narwhal_trio.cli.common import (
-    add_config_argument,
-    load_or_complain,
-    positive,
-    print_table,
-    run_until_told,
-    table_console,
-)
+from narwhal_trio.cli.common import add_config_argument, load_or_complain, positive, run_until_told
 from narwhal_trio.cli.progress import with_progress
+from narwhal_trio.cli.tables import print_table, table_console
 from narwhal_trio.config import ConfigError, read_credentials
 from narwhal_trio.control.calls import CallFailed
 from narwhal_trio.ha.files import write_atomically

@@ -7,7 +7,12 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Final
 
-import structlog
+from narwhal_trio.cli.lean import without
+
+# Both use these for pretty tracebacks and a command line of their own, which a server has no use for: 6 MiB.
+with without("click", "pygments", "rich"):
+    import httpx  # noqa: F401 - the probes' client
+    import structlog
 import trio
 
 from narwhal_trio.api import open_router
