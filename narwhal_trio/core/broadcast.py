@@ -41,14 +41,14 @@ class Subscription:
 
 
 class Broadcast:
-    """Fan-out of events to any number of subscriptions. Publishing never waits."""
+    """Fan-out of events to any number of subscriptions. Publishing never waits.
+
+    heard: somebody listens; publishers skip building events otherwise.
+    """
 
     def __init__(self) -> None:
+        self.heard = False
         self._subscriptions: set[Subscription] = set()
-
-    def __bool__(self) -> bool:
-        """True while somebody listens: publishers skip building events otherwise."""
-        return bool(self._subscriptions)
 
     @contextmanager
     def subscribe(self) -> Iterator[Subscription]:
@@ -57,10 +57,12 @@ class Broadcast:
         with send, receive:
             subscription = Subscription(send, receive)
             self._subscriptions.add(subscription)
+            self.heard = True
             try:
                 yield subscription
             finally:
                 self._subscriptions.discard(subscription)
+                self.heard = bool(self._subscriptions)
 
     def publish(self, event: str, /, **fields: Any) -> None:
         if self._subscriptions:

@@ -16,6 +16,7 @@ from narwhal_trio.router.legs import EngineLeg, LegFailure, failure_of_response
 from narwhal_trio.router.relay import PrefillGate, relay
 from narwhal_trio.router.release import HeldHandoff
 from narwhal_trio.router.seats import decode_seat, prefill_seat
+from narwhal_trio.router.timer import LegTimer
 from narwhal_trio.scheduling.breaker import Evidence
 from narwhal_trio.types import Phase, Role
 from narwhal_trio.wire.client import WireError
@@ -37,18 +38,21 @@ async def run_attempt(run: RequestRun) -> Outcome | LegFailure:
     # With the KV of the attempt before, that attempt's prefill is this one's, too.
     for milestone in _ATTEMPT_MILESTONES if run.held is None else _ATTEMPT_MILESTONES[2:]:
         run.record.milestones.pop(milestone, None)  # an earlier attempt's instants would pass for this one's
-    if run.core.dialect.rendezvous:
-        return await _rendezvous(run)
-    return await _sequential(run)
+    timer = LegTimer(run)
+    with timer.scope:
+        return await (_rendezvous if run.core.dialect.rendezvous else _sequential)(run, timer)
+    if run.answered:
+        return Outcome(Condition.COMPLETED, phase=Phase.STREAM)
+    return timer.expired()
 
 
-async def _sequential(run: RequestRun) -> Outcome | LegFailure:
+async def _sequential(run: RequestRun, timer: LegTimer) -> Outcome | LegFailure:
     core = run.core
     held = run.held
     if held is None:
         with await prefill_seat(run) as claim:
             core.accounting.attempt_started(run.record)
-            handoff = await _prefill(run, claim, None)
+            handoff = await _prefill(run, claim, None, timer)
         if isinstance(handoff, LegFailure):
             return handoff
         assert handoff is not None
@@ -61,13 +65,15 @@ async def _sequential(run: RequestRun) -> Outcome | LegFailure:
         )  # the KV of the attempt before, which its decode engine never heard of
     result: Outcome | LegFailure | None = None
     try:
-        with await decode_seat(run, held.usable_until) as seat:
+        with await decode_seat(run, held.usable_until, timer) as seat:
             at_home = seat.engine.id == held.entry.producer
             if at_home:
                 _keep_at_home(run, held)
-            result = await _decode(run, seat, None if at_home else held.descriptor, None, None)
+            result = await _decode(run, seat, None if at_home else held.descriptor, None, None, timer)
             return result
     finally:
+        if result is None and timer.scope.cancel_called and not run.answered:
+            result = timer.expired()  # it cuts this block short, and what it says is the leg's result
         failure = result if isinstance(result, LegFailure) else None
         if failure is not None and failure.unreached and held.sent_to is None:
             run.excluded[Role.DECODE].add(
@@ -85,7 +91,7 @@ def _keep_at_home(run: RequestRun, held: HeldHandoff) -> None:
     run.held = None
 
 
-async def _rendezvous(run: RequestRun) -> Outcome | LegFailure:
+async def _rendezvous(run: RequestRun, timer: LegTimer) -> Outcome | LegFailure:
     core = run.core
     with await prefill_seat(run) as prefill_claim, await decode_seat(run) as decode_claim:
         core.accounting.attempt_started(run.record)
@@ -97,7 +103,7 @@ async def _rendezvous(run: RequestRun) -> Outcome | LegFailure:
 
         async def prefill() -> None:
             nonlocal prefill_failure
-            answer = await _prefill(run, prefill_claim, meeting)
+            answer = await _prefill_beside(run, prefill_claim, meeting)
             if isinstance(answer, LegFailure):
                 prefill_failure = answer
                 nursery.cancel_scope.cancel()
@@ -107,7 +113,7 @@ async def _rendezvous(run: RequestRun) -> Outcome | LegFailure:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(prefill, name=f"prefill {run.rid}")
             try:
-                result = await _decode(run, decode_claim, None, meeting, gate)
+                result = await _decode(run, decode_claim, None, meeting, gate, timer)
             except Refusal as exc:
                 refusal = exc  # a value inside the nursery: it must not leave in a group
             nursery.cancel_scope.cancel()
@@ -119,7 +125,19 @@ async def _rendezvous(run: RequestRun) -> Outcome | LegFailure:
     return result
 
 
-async def _prefill(run: RequestRun, claim: Claim, meeting: Rendezvous | None) -> Handoff | LegFailure | None:
+async def _prefill_beside(run: RequestRun, claim: Claim, meeting: Rendezvous) -> Handoff | LegFailure | None:
+    """The prefill leg while the decode leg runs, too, and so with a bound of its own."""
+    timer = LegTimer(run)
+    with timer.scope:
+        return await _prefill(run, claim, meeting, timer)
+    failure = timer.expired()
+    assert isinstance(failure, LegFailure)
+    return failure
+
+
+async def _prefill(
+    run: RequestRun, claim: Claim, meeting: Rendezvous | None, timer: LegTimer
+) -> Handoff | LegFailure | None:
     """The one-token leg. Its answer carries the hand-off descriptor and the exact prompt length.
 
     None where the dialect hands over by rendezvous.
@@ -133,43 +151,33 @@ async def _prefill(run: RequestRun, claim: Claim, meeting: Rendezvous | None) ->
     run.mark("prefill_sent", now)
     leg_id = backend_id(run.rid, run.record.attempts, Role.PREFILL)
     leg = core.dialect.prefill_leg(request, model=core.config.model, leg_id=leg_id, rendezvous=meeting)
-    limit_s = core.config.serving.prefill_timeout_s
-    with trio.move_on_after(limit_s):
-        try:
-            async with EngineLeg(run, engine, leg, Role.PREFILL, now) as exchange:
-                if exchange.status != 200:
-                    return await failure_of_response(exchange, engine, Phase.PREFILL, Role.PREFILL)
-                body = await exchange.read_all(core.config.serving.max_response_bytes)
-        except WireError as exc:
-            return LegFailure.of_wire(exc, engine, Phase.PREFILL, Role.PREFILL)
-        now = trio.current_time()
-        run.mark("prefilled", now)
-        try:
-            handoff = core.dialect.read_handoff(body, leg_id=leg_id, received_at=now)
-        except HandoffInvalid as exc:
-            return LegFailure(
-                Condition.ENGINE_FAULT,
-                Phase.PREFILL,
-                engine,
-                Role.PREFILL,
-                f"no hand-off: {exc}",
-                status=200,
-                transient=True,
-            )
-        if handoff is not None and handoff.prompt_tokens is not None:
-            _measured(run, claim, handoff.prompt_tokens, now)
-        core.policy.on_prefill_done(claim.work)
-        core.health.leg_passed(engine, Evidence.PREFILL)
-        return handoff
-    return LegFailure(
-        Condition.ENGINE_TIMEOUT,
-        Phase.PREFILL,
-        engine,
-        Role.PREFILL,
-        f"prefill exceeded {limit_s:g} s (serving.prefill_timeout_s)",
-        message=f"the prefill engine did not answer within {limit_s:g} s",
-        transient=True,
-    )
+    until = timer.prefill(engine, now)
+    try:
+        async with EngineLeg(run, engine, leg, Role.PREFILL, now, until) as exchange:
+            if exchange.status != 200:
+                return await failure_of_response(exchange, engine, Phase.PREFILL, Role.PREFILL)
+            body = await exchange.read_all(core.config.serving.max_response_bytes)
+    except WireError as exc:
+        return LegFailure.of_wire(exc, engine, Phase.PREFILL, Role.PREFILL)
+    now = trio.current_time()
+    run.mark("prefilled", now)
+    try:
+        handoff = core.dialect.read_handoff(body, leg_id=leg_id, received_at=now)
+    except HandoffInvalid as exc:
+        return LegFailure(
+            Condition.ENGINE_FAULT,
+            Phase.PREFILL,
+            engine,
+            Role.PREFILL,
+            f"no hand-off: {exc}",
+            status=200,
+            transient=True,
+        )
+    if handoff is not None and handoff.prompt_tokens is not None:
+        _measured(run, claim, handoff.prompt_tokens, now)
+    core.policy.on_prefill_done(claim.work)
+    core.health.leg_passed(engine, Evidence.PREFILL)
+    return handoff
 
 
 async def _decode(
@@ -178,6 +186,7 @@ async def _decode(
     handoff: Handoff | None,
     meeting: Rendezvous | None,
     gate: PrefillGate | None,
+    timer: LegTimer,
 ) -> Outcome | LegFailure:
     core, request = run.core, run.request
     assert request is not None
@@ -194,7 +203,7 @@ async def _decode(
     )
     now = trio.current_time()
     run.mark("decode_sent", now)
-    return await relay(run, claim, leg, gate, now)
+    return await relay(run, claim, leg, gate, now, timer)
 
 
 def _measured(run: RequestRun, claim: Claim, tokens: int, now: float) -> None:

@@ -177,7 +177,7 @@ class RouterCore:
     def opened(self, run: RequestRun) -> None:
         self.accounting.offer()
         self.running[run.rid] = run
-        if self.events:
+        if self.events.heard:
             self.events.publish("request_arrived", rid=run.rid, endpoint=run.endpoint.value, client=run.record.client)
         if self.idle.is_set():
             self.idle = trio.Event()
@@ -247,7 +247,7 @@ class RouterCore:
 
     def _readiness_changed(self) -> None:
         """A hold ends all waiting at once, and its end lets it begin again."""
-        if self.events:
+        if self.events.heard:
             now, missing = trio.current_time(), self.missing_engines()
             status, reason = self.readiness.status(now, missing=missing), self.readiness.reason(now, missing=missing)
             self.events.publish("readiness", status=status, reason=reason)

@@ -98,7 +98,7 @@ def settle(run: RequestRun) -> None:
         core.retry_budget.deposit()
     core.journal.record(record)
     core.recent.append(Ended(record, run.decisions))
-    if core.events:
+    if core.events.heard:
         core.events.publish(
             "request_ended",
             rid=run.rid,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import attrs
@@ -126,11 +127,14 @@ def _retry_after(headers: list[tuple[bytes, bytes]]) -> int | None:
 
 
 class EngineLeg:
-    """One exchange with an engine on behalf of a request. Leaving the block by any road ends the connection or hands it back clean."""
+    """One exchange with an engine on behalf of a request. Leaving the block by any road ends the connection or hands it back clean.
+
+    now: the current instant. until: when it has to be over, which the engine is told.
+    """
 
     __slots__ = ("_exchange", "_leg", "_role", "_run", "_started", "engine")
 
-    def __init__(self, run: RequestRun, engine: EngineId, leg: Leg, role: Role, now: float) -> None:
+    def __init__(self, run: RequestRun, engine: EngineId, leg: Leg, role: Role, now: float, until: float) -> None:
         self._run = run
         self.engine = engine
         self._leg = leg
@@ -138,8 +142,8 @@ class EngineLeg:
         core = run.core
         self._started = now
         headers = list(leg.headers)
-        left = trio.current_effective_deadline() - self._started
-        if left < float("inf"):
+        left = min(until, run.until) - now
+        if left < math.inf:
             headers.append((b"x-request-timeout", b"%.3f" % max(left, 0.0)))
         traceparent = run.inbound.header(b"traceparent")
         if traceparent is not None and len(traceparent) <= 256:

@@ -1,12 +1,10 @@
 """The decode leg: engine stream in, client response out.
 
-One timer scope bounds whatever the leg is waiting for; its deadline is moved, never re-created. What it was waiting for when it fired
-is held beside it: the first token, the next bytes, or the client. A client that does not read never counts against the engine.
+The attempt's timer bounds whatever the leg is waiting for: the first token, the next bytes, or the client.
 """
 
 from __future__ import annotations
 
-import enum
 from typing import TYPE_CHECKING
 
 import trio
@@ -27,28 +25,18 @@ if TYPE_CHECKING:
     from narwhal_trio.engines.dialect import Leg
     from narwhal_trio.protocol.relay import StreamFault
     from narwhal_trio.router.request import RequestRun
+    from narwhal_trio.router.timer import LegTimer
     from narwhal_trio.scheduling.fleet import Claim
     from narwhal_trio.wire.client import Exchange
 
 __all__ = ["PrefillGate", "relay"]
 
-_TAIL_S = 0.5
-"""How long a finished stream's connection may take to end its body properly, so that it can be used again."""
-
-_GAP_SLACK = 1.0625
-"""How much later than its bound silence may be noticed, so that the deadline need not be moved at each read."""
-_BOOK_S = 0.25
+_BOOK_S = 1.0
 """How long the tokens of a stream may be unknown to the books: pricing and metrics need no more, and each booking costs."""
 _CAUGHT_UP_S = 0.0005
 """A read that waited this long has found nothing that was sent before."""
 _SLOW_CLIENT_S = 0.001
 """A write that takes longer has kept the router from reading its engine."""
-
-
-class _Wait(enum.Enum):
-    FIRST_TOKEN = enum.auto()
-    NEXT_BYTES = enum.auto()
-    CLIENT = enum.auto()
 
 
 class PrefillGate:
@@ -81,14 +69,13 @@ class PrefillGate:
 class _Relay:
     """State of one decode leg while it runs."""
 
-    def __init__(self, run: RequestRun, claim: Claim, gate: PrefillGate | None) -> None:
+    def __init__(self, run: RequestRun, claim: Claim, gate: PrefillGate | None, timer: LegTimer) -> None:
         core, request = run.core, run.request
         assert request is not None
         self.run = run
         self.claim = claim
         self.gate = gate
-        self.timer = trio.CancelScope()
-        self.waiting = _Wait.FIRST_TOKEN
+        self.timer = timer
         self.left = False
         """`sink.write_nowait` took only a part."""
         self.gone = False
@@ -111,10 +98,6 @@ class _Relay:
         """The client did, and what the engine has sent meanwhile is still being read: no gap between its tokens is true."""
         self.held_s = 0.0
         """For how long the client, or the gate, kept us from reading: per-token times are the engine's, so it does not count."""
-        self.quiet_until = 0.0
-        self.gap_s = core.config.engine.decode_read_timeout_s or float("inf")
-        self.first_token_s = core.first_token_timeout_s
-        self.write_s = core.config.server.write_timeout_s
         self.identified = core.dialect.accounting(run.endpoint) is Accounting.TOKEN_IDS
         """Whether the engine says which tokens it puts out: nothing is learned from output that is merely counted by its events."""
         rules = FoldRules(
@@ -132,14 +115,14 @@ class _Relay:
     def start_clock(self, now: float | None = None) -> None:
         """The time for the first token begins to count."""
         if not self.fold.output_started:
-            self.timer.deadline = (trio.current_time() if now is None else now) + self.first_token_s
+            self.timer.first_token(self.claim.engine.id, trio.current_time() if now is None else now)
 
     async def pump(self, exchange: Exchange) -> StreamFault | None:
         """Forward what the client may have, until `[DONE]`, the end of the body, or a fault. Each read is one `_step`."""
         fold = self.fold
         while True:
             if self.started:
-                self._await_next()
+                self.timer.next_bytes(self.now)
             await exchange.drive(self._step, gather=self.started)
             await trio.lowlevel.checkpoint_if_cancelled()  # we have been woken, and may have been cancelled since
             if fold.output_started and not self.started:
@@ -190,16 +173,10 @@ class _Relay:
             return False
         if fold.fault is not None or data is None:
             return False
-        if self.quiet_until < now + self.gap_s:
-            self._await_next()
+        timer = self.timer
+        if timer.quiet_until < now + timer.gap_s:
+            timer.next_bytes(now)
         return True
-
-    def _await_next(self) -> None:
-        """From now on the timer bounds the silence of the engine."""
-        if self.waiting is not _Wait.NEXT_BYTES or self.quiet_until < self.now + self.gap_s:
-            # A moved deadline costs microseconds, so it is moved a little too far and then left alone for a while.
-            self.waiting = _Wait.NEXT_BYTES
-            self.timer.deadline = self.quiet_until = self.now + self.gap_s * _GAP_SLACK
 
     def _count(self) -> None:
         """Take note of the latest read's tokens; the books hear of them now and then."""
@@ -264,7 +241,7 @@ class _Relay:
                 if not run.output_sent:
                     run.output_sent = True
                     if run.keepalive is not None:
-                        self._await_client()
+                        self.timer.client()
                         await run.keepalive.stop()
                 if not sink.committed:
                     run.streaming = True
@@ -297,79 +274,47 @@ class _Relay:
         run.answered = True
 
     async def _flush(self) -> None:
-        self._await_client()
+        self.timer.client()
         await self.run.sink.flush()
 
-    def _await_client(self) -> None:
-        """From now on the timer bounds how long the client may take to read."""
-        self.waiting = _Wait.CLIENT
-        self.timer.deadline = trio.current_time() + self.write_s
 
-    def expired(self) -> Outcome | LegFailure:
-        """What the timer was waiting for when it fired."""
-        run, engine = self.run, self.claim.engine.id
-        if self.waiting is _Wait.CLIENT:
-            return Outcome(
-                Condition.CLIENT_GONE, phase=Phase.WRITE, detail=f"the client read nothing for {self.write_s:g} s"
-            )
-        if self.waiting is _Wait.FIRST_TOKEN:
-            bound, key, what = self.first_token_s, "engine.first_token_timeout_s", "no first token"
-        else:
-            bound, key, what = self.gap_s, "engine.decode_read_timeout_s", "silence between tokens"
-        return LegFailure(
-            Condition.ENGINE_TIMEOUT,
-            run.phase,
-            engine,
-            Role.DECODE,
-            f"{what} for {bound:g} s ({key})",
-            message=f"the decode engine sent {what} within {bound:g} s"
-            if self.waiting is _Wait.FIRST_TOKEN
-            else f"the decode engine fell silent for {bound:g} s",
-            transient=True,
-        )
-
-
-async def relay(run: RequestRun, claim: Claim, leg: Leg, gate: PrefillGate | None, now: float) -> Outcome | LegFailure:
-    """Run the decode leg to its end. gate: of a rendezvous. now: the current instant."""
-    state = _Relay(run, claim, gate)
+async def relay(
+    run: RequestRun, claim: Claim, leg: Leg, gate: PrefillGate | None, now: float, timer: LegTimer
+) -> Outcome | LegFailure:
+    """Run the decode leg to its end, inside the scope of the attempt's `timer`. gate: of a rendezvous. now: the current instant."""
+    state = _Relay(run, claim, gate, timer)
     engine = claim.engine.id
-    # Made outside the timer: what it tells the engine is the time left for the request, not for its first token.
-    call = EngineLeg(run, engine, leg, Role.DECODE, now)
     if gate is None:
         state.start_clock(now)
     else:
         gate.when_open(state.start_clock)
-    with state.timer:
-        try:
-            async with call as exchange:
-                if exchange.status != 200:
-                    return await failure_of_response(exchange, engine, Phase.FIRST_TOKEN, Role.DECODE)
-                fault = await state.pump(exchange)
-                if fault is None:
-                    await state.finish()
-                    fault = state.fold.fault
-                if fault is not None:
-                    return LegFailure(
-                        fault.condition,
-                        run.phase,
-                        engine,
-                        Role.DECODE,
-                        fault.detail,
-                        message=fault.detail if fault.condition is Condition.ENGINE_REJECTED else "",
-                        status=fault.engine_status,
-                        transient=fault.transient,
-                    )
-                run.core.health.leg_passed(engine, Evidence.DECODE)
-                if not exchange.complete:
-                    # The client has everything. What is left of the engine's body is its terminating chunk; whatever else comes costs
-                    # the connection, which is not kept then.
-                    state.timer.deadline = trio.current_time() + _TAIL_S
-                    await exchange.receive()
-        except WireError as exc:
-            if not run.answered:
-                return LegFailure.of_wire(exc, engine, run.phase, Role.DECODE)
-        finally:
-            state.book()
-    if run.answered:
-        return Outcome(Condition.COMPLETED, phase=Phase.STREAM)
-    return state.expired()
+    try:
+        # What the engine is told is the time left for the request, not for its first token.
+        async with EngineLeg(run, engine, leg, Role.DECODE, now, run.until) as exchange:
+            if exchange.status != 200:
+                return await failure_of_response(exchange, engine, Phase.FIRST_TOKEN, Role.DECODE)
+            fault = await state.pump(exchange)
+            if fault is None:
+                await state.finish()
+                fault = state.fold.fault
+            if fault is not None:
+                return LegFailure(
+                    fault.condition,
+                    run.phase,
+                    engine,
+                    Role.DECODE,
+                    fault.detail,
+                    message=fault.detail if fault.condition is Condition.ENGINE_REJECTED else "",
+                    status=fault.engine_status,
+                    transient=fault.transient,
+                )
+            run.core.health.leg_passed(engine, Evidence.DECODE)
+            if not exchange.complete:
+                timer.tail()
+                await exchange.receive()
+    except WireError as exc:
+        if not run.answered:
+            return LegFailure.of_wire(exc, engine, run.phase, Role.DECODE)
+    finally:
+        state.book()
+    return Outcome(Condition.COMPLETED, phase=Phase.STREAM)

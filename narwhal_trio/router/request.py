@@ -125,7 +125,9 @@ class RequestRun:
             self.deadline = Deadline(budget_s=limits.request_timeout_s, asked_s=None, source=None)
         self.record.deadline_asked_s = self.deadline.asked_s
         self.record.deadline_s = self.deadline.budget_s
-        self.lifetime = Lifetime(self.arrived_at + self.deadline.budget_s)
+        self.until = self.arrived_at + self.deadline.budget_s
+        """The instant at which the request has to be over, as far as engines are told: its deadline, or its host's if that is earlier."""
+        self.lifetime = Lifetime(self.until)
         self.queue_budget_s = limits.queue_timeout_s or float("inf")
         """What is left of the time that the request may wait before its prefill, seconds."""
 
@@ -134,6 +136,10 @@ class RequestRun:
     async def run(self) -> Outcome:
         """Serve the request; returns how it ended. Raises only what its host's own cancellation raises."""
         self.core.opened(self)
+        if (
+            self._client is not None
+        ):  # a program that embeds the router may run this in a scope of its own; servers don't
+            self.until = min(self.until, trio.current_effective_deadline())
         decided: Outcome | None = None
         try:
             async with trio.open_nursery() as nursery:
@@ -177,7 +183,7 @@ class RequestRun:
         try:
             self._gate()
             body = await self._read_body()
-            self._interpret(body)
+            now = self._interpret(body)
             interval_s = self.core.config.server.keepalive_comment_s
             if interval_s and self.request is not None and self.request.stream:
                 self.keepalive = KeepAlive(self, interval_s)
@@ -186,7 +192,7 @@ class RequestRun:
                 self.sized = trio.Event()
                 self._beside(nursery, self._size, "size")
             with await admission_seat(self):
-                seated_at = trio.current_time()
+                seated_at = trio.current_time() if self.record.queue_waits.admission else now
                 try:
                     if self.sized is not None:
                         self.phase = Phase.SIZING
@@ -196,6 +202,7 @@ class RequestRun:
                         self.mark("admitted", seated_at)
                     return await self._attempts()
                 finally:
+                    self.let_go()
                     self.record.seat_s = trio.current_time() - seated_at
         except Refusal as refusal:
             return refusal.outcome(self.phase)
@@ -228,7 +235,8 @@ class RequestRun:
         self.mark("body")
         return body
 
-    def _interpret(self, body: bytes) -> None:
+    def _interpret(self, body: bytes) -> float:
+        """Validate and size the request. Returns the instant at which that was done."""
         config = self.core.config
         try:
             self.request = parse_request(
@@ -241,6 +249,7 @@ class RequestRun:
         except Refusal as refusal:
             self.record.input_sized = refusal.condition in SIZED_REFUSALS
             raise
+        now = trio.current_time()
         exact = self.request.prompt_tokens
         self.work = Work(
             self.rid,
@@ -249,14 +258,15 @@ class RequestRun:
             exact=exact is not None,
         )
         if self.work.exact:
-            self.core.policy.on_sized(self.work, trio.current_time())
+            self.core.policy.on_sized(self.work, now)
             if prefix_cache.wanted(self):
                 prefix_cache.learn_from_prompt(self)
-        self.core.roles.offered(self.work.input_tokens, self.work.wanted_tokens, trio.current_time())
+        self.core.roles.offered(self.work.input_tokens, self.work.wanted_tokens, now)
         self.record.input_sized = True
         self.record.stream = self.request.stream
         self.record.wanted_len = self.request.wanted_tokens
-        self.mark("sized")
+        self.mark("sized", now)
+        return now
 
     async def _size(self) -> None:
         """Count the prompt exactly while the request waits for its seat; whatever comes of it, sizing is then over."""
@@ -271,12 +281,6 @@ class RequestRun:
         self.sized.set()
 
     async def _attempts(self) -> Outcome:
-        try:
-            return await self._attempt_until_done()
-        finally:
-            self.let_go()
-
-    async def _attempt_until_done(self) -> Outcome:
         while True:
             result = await run_attempt(self)
             if isinstance(result, Outcome):
@@ -343,8 +347,8 @@ class RequestRun:
 
     def mark(self, milestone: str, now: float | None = None) -> None:
         """Note an instant of the timeline; a later attempt overwrites an earlier one. now: where the caller knows it already."""
-        self.record.mark(milestone, trio.current_time() if now is None else now)
-        if self.core.events:
+        self.record.milestones[milestone] = (trio.current_time() if now is None else now) - self.arrived_at
+        if self.core.events.heard:
             self.core.events.publish("request_milestone", rid=self.rid, milestone=milestone, phase=self.phase.value)
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from narwhal_trio.core.fifo import FifoQueue
     from narwhal_trio.router.core import AdmissionSeat
     from narwhal_trio.router.request import RequestRun
+    from narwhal_trio.router.timer import LegTimer
     from narwhal_trio.scheduling.fleet import Claim, Engine
     from narwhal_trio.scheduling.placement import Placement
     from narwhal_trio.types import EngineId
@@ -80,8 +81,11 @@ async def prefill_seat(run: RequestRun) -> Claim:
     return claim
 
 
-async def decode_seat(run: RequestRun, until: float = math.inf) -> Claim:
-    """A place on a decode engine; waited for until `until`, the instant at which the hand-off becomes too old. Raises `Refusal`."""
+async def decode_seat(run: RequestRun, until: float = math.inf, timer: LegTimer | None = None) -> Claim:
+    """A place on a decode engine; waited for until `until`, the instant at which the hand-off becomes too old. Raises `Refusal`.
+
+    timer: may still bound a leg that is over; it does not bound this wait.
+    """
     core, work = run.core, run.work
     assert work is not None
     run.phase = Phase.DECODE_SEAT
@@ -98,6 +102,8 @@ async def decode_seat(run: RequestRun, until: float = math.inf) -> Claim:
 
     claim = core.decode_queue.acquire_nowait(try_place)
     if claim is None:
+        if timer is not None:
+            timer.nothing()
         started = trio.current_time()
         try:
             with trio.move_on_at(until):

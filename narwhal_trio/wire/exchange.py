@@ -137,48 +137,47 @@ class Exchange:
             raise RuntimeError(msg)
         self._entered = True
         self.timings.started_at = now
+        pool, timings = self._pool, self.timings
+        # In one piece, and not in a coroutine for each step: every exchange of every request comes through here.
         try:
-            await self._open(now)
+            waits = pool.full
+            try:
+                stream = await pool.reserve(now)
+            except trio.ClosedResourceError as exc:
+                raise ConnectFailed(f"{self._address}: {exc}") from exc
+            self._holds_slot = True
+            while True:
+                self.reused = stream is not None
+                if stream is None:
+                    stream = await self._dial()
+                    waits = True
+                self._stream = stream
+                if self._closed:  # by `close_now` from another task while we waited
+                    raise trio.ClosedResourceError(_CLOSED)
+                timings.connected_at = trio.current_time() if waits else now
+                self.stage = Stage.SEND
+                try:
+                    await self._send(stream)
+                except ConnectionLost as exc:
+                    if exc.response_started or not (self.reused and self._resend):
+                        raise
+                    stream.close_now()
+                    stream = self._stream = None
+                    self.resent = True
+                    self._sent = False
+                    timings.sent_at = None
+                    self.stage = Stage.CONNECT
+                    waits = True
+                    continue
+                break
+            self.stage = Stage.BODY
+            timings.head_at = trio.current_time()
+            if self._parser.complete:
+                self._finish(timings.head_at)
         except BaseException:
             self.close_now()
             raise
         return self
-
-    async def _open(self, now: float) -> None:
-        waits = self._pool.full
-        try:
-            stream = await self._pool.reserve(now)
-        except trio.ClosedResourceError as exc:
-            raise ConnectFailed(f"{self._address}: {exc}") from exc
-        self._holds_slot = True
-        while True:
-            self.reused = stream is not None
-            if stream is None:
-                stream = await self._dial()
-                waits = True
-            self._stream = stream
-            if self._closed:  # by `close_now` from another task while we waited
-                raise trio.ClosedResourceError(_CLOSED)
-            self.timings.connected_at = trio.current_time() if waits else now
-            self.stage = Stage.SEND
-            try:
-                await self._send(stream)
-            except ConnectionLost as exc:
-                if exc.response_started or not (self.reused and self._resend):
-                    raise
-                stream.close_now()
-                stream = self._stream = None
-                self.resent = True
-                self._sent = False
-                self.timings.sent_at = None
-                self.stage = Stage.CONNECT
-                waits = True
-                continue
-            break
-        self.timings.head_at = trio.current_time()
-        self.stage = Stage.BODY
-        if self._parser.complete:
-            self._finish(self.timings.head_at)
 
     async def _dial(self) -> Stream:
         try:
@@ -195,11 +194,20 @@ class Exchange:
             # An engine may answer and close without reading: its answer is then still there to read.
             await self._read_head(stream)
             return
-        if count == len(request):
-            self._note_sent(self.timings.connected_at)
-            await self._read_head(stream)
-        else:
+        if count != len(request):
             await self._send_while_reading(stream, memoryview(request)[count:])
+            return
+        self._note_sent(self.timings.connected_at)
+        parser = self._parser
+        while not parser.head_done:  # as `_read_head`
+            try:
+                data = await stream.receive_when_ready(MAX_RECEIVE)
+            except trio.BrokenResourceError as exc:
+                raise self._lost(str(exc)) from exc
+            if not data:
+                raise self._lost(_NO_ANSWER)
+            self._full_read = len(data) == MAX_RECEIVE
+            self._ready = self._feed(data)
 
     def _note_sent(self, now: float | None = None) -> None:
         self._sent = True
@@ -232,7 +240,7 @@ class Exchange:
         while not parser.head_done:
             data = await self._receive(stream)
             if not data:
-                raise self._lost("connection ended by the engine")
+                raise self._lost(_NO_ANSWER)
             self._ready = self._feed(data)
 
     # ---- the body
@@ -387,3 +395,4 @@ class Exchange:
 
 
 _CLOSED = "this exchange was already closed"
+_NO_ANSWER = "connection ended by the engine"
