@@ -99,7 +99,10 @@ class EngineConfig:
     )
     url: str = attrs.field(converter=as_url, metadata=about("base URL of the engine", rule=BASE_URL, env=True))
     attestation_url: str = key(
-        "", "attestation document of the engine", rule=Rule("a URL (http, https)", _attestation_problem), env=True
+        "",
+        "base URL of the engine's attestation sidecar",
+        rule=Rule("a URL (http, https)", _attestation_problem),
+        env=True,
     )
     role: Role = attrs.field(
         default=Role.DECODE, converter=_role, metadata=about("what the engine is used for at first")

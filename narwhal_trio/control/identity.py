@@ -69,7 +69,7 @@ class Identities:
         }
         self.known: dict[EngineId, Identity] = {}
         self.starts: dict[EngineId, float] = {}
-        """Process starts, Unix seconds; also those that another router has handed over."""
+        """The latest process starts, Unix seconds; also those that another router has handed over."""
         self.stale: dict[EngineId, list[str]] = {}
         self.restarts: dict[EngineId, int] = {}
 
@@ -102,7 +102,7 @@ class Identities:
         self.restarts[engine] = self.restarts.get(engine, 0) + read.restarted
         self.known[engine] = found
         if found.process_start is not None:
-            self.starts[engine] = found.process_start
+            self.starts[engine] = max(found.process_start, self.starts.get(engine, 0.0))
         stale = self.differences(engine, found)
         if stale != self.stale.get(engine, []):
             if stale:

@@ -13,7 +13,7 @@ import structlog
 import trio
 
 from narwhal_trio.control.fabric import PARTNERS
-from narwhal_trio.scheduling.identity import restarted
+from narwhal_trio.scheduling.identity import restarted, same_process
 from narwhal_trio.scheduling.lifecycle import (
     Check,
     DrainOrder,
@@ -197,7 +197,7 @@ class LifecycleService:
         async def final(iid: EngineId) -> None:
             checks[iid].append(_check("final health", await self._probes.health(iid)))
             before, after = self._reads[iid].identity, (await self._identities.read(iid)).identity
-            if restarted(before.process_start, after.process_start):
+            if not same_process(before.process_start, after.process_start):
                 checks[iid].append(Check("process identity", False, "it was started again during the checks"))
 
         await _each(validation.engines, basics)

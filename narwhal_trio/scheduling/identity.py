@@ -12,15 +12,21 @@ if TYPE_CHECKING:
     from narwhal_trio.config import RouterConfig
     from narwhal_trio.engines.identity import Attestation, Identity, Settings
 
-__all__ = ["attestation_problem", "differences", "restarted", "stranger"]
+__all__ = ["attestation_problem", "differences", "restarted", "same_process", "stranger"]
 
 SAME_START_S: Final = 1e-6
 """Two readings of one process' start differ by less."""
 
 
 def restarted(before: float | None, now: float | None) -> bool:
-    """Whether two process starts, Unix seconds, are of different processes. Unknown ones prove nothing."""
-    return before is not None and now is not None and abs(now - before) > SAME_START_S
+    """Whether a process start, Unix seconds, is that of a later process. Unknown ones prove nothing, nor does an older one: several servers
+    may answer at one address."""
+    return before is not None and now is not None and now - before > SAME_START_S
+
+
+def same_process(one: float | None, other: float | None) -> bool:
+    """Whether two process starts may be of the same process."""
+    return one is None or other is None or abs(one - other) <= SAME_START_S
 
 
 def differences(then: Mapping[str, Any], now: Settings) -> list[str]:
@@ -56,6 +62,6 @@ def attestation_problem(config: RouterConfig, attested: Attestation | None, foun
     version = found.settings.get("version")
     if version is not None and version != attested.version:
         return f"attested is version {attested.version[:100]}, it runs {version}"
-    if restarted(attested.process_start, found.process_start):
+    if not same_process(attested.process_start, found.process_start):
         return "the attestation is about another process"
     return ""

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from narwhal_trio.config import parse_config
 from narwhal_trio.engines.dialect import dialect_for
 from narwhal_trio.engines.identity import Attestation, Identity, read_attestation, read_sglang, read_vllm
-from narwhal_trio.scheduling.identity import attestation_problem, differences, restarted, stranger
+from narwhal_trio.scheduling.identity import attestation_problem, differences, restarted, same_process, stranger
 from narwhal_trio.types import Role
 
 CAPTURES = Path(__file__).parents[1] / "data" / "engine_captures"
@@ -71,10 +71,11 @@ def test_whatever_pages_hold_the_rest_is_read(pages: list[bytes | None]) -> None
 
 @pytest.mark.parametrize(
     ("before", "now", "new"),
-    [(None, 5.0, False), (5.0, None, False), (5.0, 5.0 + 1e-9, False), (5.0, 5.01, True), (5.0, 4.0, True)],
+    [(None, 5.0, False), (5.0, None, False), (5.0, 5.0 + 1e-9, False), (5.0, 5.01, True), (5.0, 4.0, False)],
 )
-def test_another_start_is_another_process(before: float | None, now: float | None, new: bool) -> None:
+def test_a_later_start_is_another_process(before: float | None, now: float | None, new: bool) -> None:
     assert restarted(before, now) is new
+    assert same_process(before, now) is (before is None or now is None or abs(before - now) < 1e-3)
 
 
 def test_only_what_is_known_of_both_can_differ() -> None:

@@ -112,6 +112,22 @@ def test_an_engine_that_is_not_as_it_was_profiled_serves_on_and_the_operator_is_
     run_world(main, 4)
 
 
+def test_two_servers_at_one_address_are_no_restart_after_restart() -> None:
+    async def main(world: World) -> None:
+        async with site(world, 2, 2) as s:
+            a = await s.router("a", recovery=OFTEN)
+            await trio.sleep(5)
+            for n in range(12):  # every other answer comes from the other one
+                page = b"process_start_time_seconds %d\n" % (1_900_000_000 + 5 * (n % 2))
+                rule = s.engines["d0"].faults.add(Fault(status=200, body=page), path="/metrics")
+                await trio.sleep(2)
+                s.engines["d0"].faults.remove(rule)
+            assert [row["iid"] for row in events(a, "engine_restarted")] == ["d0"] * 2
+            assert states(a) == {}
+
+    run_world(main, 10)
+
+
 def test_an_engine_without_metrics_is_nobodys_suspect() -> None:
     async def main(world: World) -> None:
         async with site(world, 1, 1) as s:
