@@ -134,7 +134,8 @@ class _Relay:
                     self.held_s += opened_at - self.now
                     self.now = opened_at
                 self.run.phase = Phase.STREAM
-                self._count()
+                if fold.ledger.count != self.seen:
+                    self._count()
             if fold.done and fold.fault is None:
                 return None  # what is left to be written goes with the end of the response
             if self.out:
@@ -167,9 +168,19 @@ class _Relay:
             if out:
                 self.out = out
             return not (fold.output_started or out or fold.done or fold.fault is not None or data is None)
-        self._count()
-        if fold.done or (out and not self._write_nowait(out)):
+        if fold.ledger.count != self.seen:
+            self._count()
+        if fold.done:
             self.out = out or b""
+            return False
+        if out and self.run.output_sent:
+            # The usual case: the response has begun, and the client takes everything at once.
+            try:
+                self.left = not self.run.sink.write_nowait(out)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                self.left = self.gone = True
+        if out and (self.left or not self.run.output_sent):
+            self.out = out  # `_deliver` has to finish the job
             return False
         if fold.fault is not None or data is None:
             return False
@@ -180,10 +191,7 @@ class _Relay:
 
     def _count(self) -> None:
         """Take note of the latest read's tokens; the books hear of them now and then."""
-        count = self.fold.ledger.count
-        if count == self.seen:
-            return
-        self.seen = count
+        self.seen = self.fold.ledger.count
         now = self.now
         self.claim.engine.output_at = now
         if self.last_at is None:
@@ -215,18 +223,6 @@ class _Relay:
         prefilled = run.record.milestones.get("prefilled")
         if prefilled is not None:
             run.core.policy.on_first_token(self.claim.engine, max(0.0, now - run.arrived_at - prefilled), now)
-
-    def _write_nowait(self, out: bytes) -> bool:
-        """The usual case: the response has begun and the client takes everything at once. False: `_deliver` has to finish the job."""
-        if not self.run.output_sent:
-            return False
-        try:
-            if self.run.sink.write_nowait(out):
-                return True
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            self.gone = True
-        self.left = True
-        return False
 
     async def _deliver(self, out: bytes, *, last: bool = False) -> None:
         """Forward `out`: the first of it after the response's head, the last of it with its end. The timer bounds waiting alone."""

@@ -281,6 +281,7 @@ class Exchange:
         """
 
         parser = self._parser
+        feed = parser.feed
         finished = False
 
         def receive_and_step() -> bool:
@@ -293,14 +294,18 @@ class Exchange:
             except trio.BrokenResourceError as exc:
                 raise self._lost(str(exc)) from exc
             if received:
-                body = self._feed(received)
-                if parser.complete:
+                try:
+                    body = feed(received)
+                except MalformedResponse as exc:
+                    raise self._malformed(str(exc)) from exc
+                complete = parser.complete
+                if complete:
                     self._finish()
                 if body and not step(body):
                     finished = True
                     return False
                 # What is left to be said, an end or a fault, `receive` says.
-                return not parser.complete and parser.fault is None
+                return not complete and parser.fault is None
             if not parser.feed_eof():
                 raise self._lost("connection ended in the middle of the response")
             self._finish()
