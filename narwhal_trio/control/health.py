@@ -304,9 +304,9 @@ class HealthService:
         read = await self.identities.read(engine.id, attest=True)
         if not self._may_return(engine):
             return
-        if read.stranger or read.unproven:
+        if obstacle := self.identities.obstacle(engine.id, read):
             self.probed[engine.id, "identity", ProbeResult.FAILED.value] += 1
-            self._note_still_out(engine, "identity", read.stranger or read.unproven)
+            self._note_still_out(engine, "identity", obstacle)
             return
         self._accept(engine, role, read)  # its role, above all, before a hand-off is tried in it
         finding = await self.fabric.verify(engine)

@@ -114,6 +114,11 @@ class Identities:
         else:
             self.stale.pop(engine, None)
 
+    def obstacle(self, engine: EngineId, read: Read) -> str:
+        """Why the engine may not return as what it is, "" if it may. A contract leaves no room for settings that were not profiled."""
+        stale = self.differences(engine, read.identity) if self._access.config.engine_contract is not None else []
+        return read.stranger or read.unproven or "; ".join(stale)
+
     def adopt(self, starts: Mapping[str, float]) -> None:
         """Another router's word about processes that this one has not asked yet."""
         engines = {item.id for item in self._access.config.engines}

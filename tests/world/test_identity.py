@@ -143,6 +143,33 @@ def test_an_engine_without_metrics_is_nobodys_suspect() -> None:
     run_world(main, 5)
 
 
+def test_under_a_contract_an_engine_returns_only_as_it_was_profiled(tmp_path: Path) -> None:
+    async def main(world: World) -> None:
+        async with site(world, 1, 2, time=STEP) as s:
+            named = profiles(tmp_path, "p0", "d0", "d1")
+            file = tmp_path / "profiles.json"
+            document = msgspec.json.decode(file.read_bytes())
+            document["meta"] = {"measurements": {"d0": {"settings": {"block_size": 16}}}}
+            file.write_bytes(msgspec.json.encode(document))
+            a = await s.router("a", recovery=OFTEN, profiles=named, engine_contract={"engine_version": "0.32.0"})
+            s.engines["d0"].kill()
+            await trio.sleep(8)
+            assert states(a) == {"d0": "ejected liveness"}
+            await replace(s, "d0", block_size=32)
+            await trio.sleep(12)
+            assert states(a) == {"d0": "ejected liveness"}
+            (probe,) = events(a, "engine_probe")
+            assert (probe["kind"], probe["detail"]) == ("identity", "block_size is 32, it was profiled with 16")
+            answer = await s.post("a", "/narwhal/lifecycle/readmit", {"engines": ["d0"]})
+            assert answer.status == 409
+            assert "profile generation: block_size is 32" in answer.json()["error"]
+            await replace(s, "d0", block_size=16)
+            await trio.sleep(12)
+            assert states(a) == {}
+
+    run_world(main, 11)
+
+
 async def sidecar(s: Site, name: str, document: dict[str, Any]) -> None:
     """An attestation sidecar at http://NAME-side:8010 that says what `document` holds at the time."""
 
