@@ -127,6 +127,13 @@ class StreamFold(abc.ABC):
     def _feed(self, data: bytes, now: float) -> None:
         """Fold one read, made at `now`: frames of known shapes by what stands in their two places, all else event by event."""
         parser, ledger, size, position, tries = self._parser, self.ledger, len(data), 0, _TRIES
+        if not parser.between_events and (position := data.find(b"\n\n") + 2) > 1:
+            # The read before this one has ended within an event: only that one needs the longer way.
+            self._feed_events(data[:position], now)
+            if self.done or self.fault is not None:
+                return
+        else:
+            position = 0
         while parser.between_events and position < size:
             template = self._templates[0] if self._templates else None
             if template is not None and tries and size - position >= template.least_run:
