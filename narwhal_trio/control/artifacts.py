@@ -64,6 +64,11 @@ def read_artifacts(config: RouterConfig, *, calibration: bool = True) -> Artifac
             f"serving.admission: there are no engine profiles at {config.profiles.path or 'profiles.path'}, so nothing is refused by"
             ' projection, as under "open"; `narwhal-trio profile` measures them'
         )
+    unproven = [engine.iid for engine in config.engines if not engine.attestation_url]
+    if config.engine_contract is not None and unproven:
+        notes.append(
+            f"engine_contract: {', '.join(unproven)} without attestation_url: of these only engine_version is compared with what runs"
+        )
     profiles, settings = ({}, {}) if store is None else (store.profiles, _settings(store))
     return Artifacts(profiles, keys, measured, settings, tuple(notes))
 

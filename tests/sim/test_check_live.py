@@ -166,3 +166,10 @@ def test_check_opens_the_files_that_the_configuration_names(tmp_path: Path, caps
     profiles.write_text('{"schema": "narwhal.profiles", "profiles": [{"iid": "p0"}]}')
     assert command(["check", "--config", str(config)]) == 2
     assert f"profiles.path: {profiles}: profiles[0].ttft_a: is missing" in capsys.readouterr().err
+
+
+def test_a_contract_that_nobody_can_attest_is_said_to_be_no_more_than_a_version() -> None:
+    contract = {"engine_version": "0.32.0", "kv_heads": 8}
+    (note,) = [n for n in read_artifacts(fleet_config(1, 1, engine_contract=contract)).notes if "contract" in n]
+    assert note.startswith("engine_contract: p0, d0 without attestation_url")
+    assert not [n for n in read_artifacts(fleet_config(1, 1)).notes if "contract" in n]
