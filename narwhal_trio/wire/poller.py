@@ -113,15 +113,22 @@ class Poller:
         self._watched[fd] = watched
         return True
 
-    def gather(self, fd: int, watched: Watched, *, on: bool) -> None:
-        """Serve this socket together with others like it from now on, or (on=False) at once again."""
+    def gather(self, fd: int, watched: Watched, *, on: bool) -> bool:
+        """Serve this socket together with others like it from now on, or (on=False) at once again.
+
+        False: the kernel refused, and the socket is watched no more; whoever waits for it must do so by other means.
+        """
         if self._closed or self._watched.get(fd) is not watched or not (self._gather_s or watched.gathered):
-            return
+            return True
         source, target = (self._now, self._soon) if on else (self._soon, self._now)
         source.remove(fd, watched)
         watched.gathered = on
-        if not target.add(fd, watched):  # then nobody would ever tell: whoever waits must look for itself
-            watched.ready = watched.ended = True
+        if target.add(fd, watched):
+            return True
+        watched.gathered = False
+        watched.ready = True
+        self.forget(fd, watched)
+        return False
 
     def forget(self, fd: int, watched: Watched) -> None:
         """Called before the descriptor is closed, which ends the kernel's part of the registration."""

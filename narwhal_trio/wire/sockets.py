@@ -22,6 +22,8 @@ __all__ = ["SocketStream"]
 
 _FAIRNESS = 64
 """Calls in a row that didn't have to wait, after which the scheduler runs once: a firehose must not starve the other tasks."""
+_FULL_READ = 15
+"""A read of all that one may take counts for so many calls more: what is done with its bytes takes so much longer."""
 _NOTSENT_LOWAT = 16384
 """Bytes below which the kernel calls a socket writable: it keeps what a slow peer has not yet taken out of our send queue."""
 
@@ -97,9 +99,10 @@ class SocketStream(Stream, Watched):
             elif self.ready:
                 await self._yield_if_due()
                 self._streak += 1
+            elif self.gathered and not self._poller.gather(self._fd, self, on=False):
+                self._poller = None
+                continue
             else:
-                if self.gathered:
-                    self._poller.gather(self._fd, self, on=False)
                 await self._wait_ready()
                 self._streak = 0
             try:
@@ -111,6 +114,8 @@ class SocketStream(Stream, Watched):
                 raise self._translated(exc) from exc
             # A short read has emptied the buffer, so the kernel will tell of the next bytes. Of an end it may have told already.
             self.ready = len(data) == size or self.ended
+            if len(data) == MAX_RECEIVE:
+                self._streak += _FULL_READ
             return data
 
     async def _wait_ready(self) -> None:
@@ -130,17 +135,22 @@ class SocketStream(Stream, Watched):
         await trio.lowlevel.wait_task_rescheduled(abort)
 
     async def attend(self, step: Callable[[], bool], *, gather: bool = False) -> bool:
-        if self._poller is None or self._poller.closed:
+        if self._poller is None or self._poller.closed or self._closed:
             return False
         if self.on_ready is not None:
             raise trio.BusyResourceError("another task is receiving on this stream")
-        if gather is not self.gathered:
-            self._poller.gather(self._fd, self, on=gather)
+        if gather is not self.gathered and not self._poller.gather(self._fd, self, on=gather):
+            self._poller = None
+            return False
         while self.ready:
             await self._yield_if_due()
             self._streak += 1
-            if self._closed or not step():
+            if self.closed or not step():
                 return True
+            if self.ready:
+                self._streak += _FULL_READ
+        if self._poller.closed:  # while others ran: nobody would call the step any more
+            return True
         self._streak = 0
 
         def abort(_raise_cancel: object) -> trio.lowlevel.Abort:

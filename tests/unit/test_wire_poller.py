@@ -348,6 +348,103 @@ async def test_without_a_running_poller_streams_wait_by_themselves() -> None:
         assert got == [b"still here"]
 
 
+async def test_a_stream_that_gives_way_while_the_poller_ends_does_not_wait_for_it() -> None:
+    async with bench() as b:
+        ours, peer = b.pair()
+        peer.sendall(b"first")
+        await settle()
+        ours._streak = 1000  # so that the scheduler runs once before the first step
+        steps: list[bytes] = []
+
+        def step() -> bool:
+            try:
+                steps.append(ours.receive_nowait())
+            except trio.WouldBlock:
+                pass
+            return True
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ours.attend, step)
+            b.polling.cancel()
+        assert steps == [b"first"]
+        assert not await ours.attend(step)
+
+
+async def test_a_closed_stream_cannot_be_attended() -> None:
+    async with bench() as b:
+        ours, _ = b.pair()
+        await settle()
+        with pytest.raises(trio.WouldBlock):
+            ours.receive_nowait()
+        ours.close_now()
+        assert not await ours.attend(lambda: True)
+
+
+@pytest.mark.parametrize("on", [True, False])
+async def test_a_stream_that_the_kernel_will_not_watch_again_waits_by_itself(on: bool) -> None:
+    """Between the two sets a socket is registered anew, which the kernel may refuse."""
+    async with trio.open_nursery() as nursery:
+        poller = await nursery.start(poll_sockets, 0.001)
+        listener = socket.create_server(("127.0.0.1", 0))
+        with listener, socket.create_connection(listener.getsockname()) as peer:
+            sock, _ = listener.accept()
+            ours = SocketStream(sock, poller)
+            peer.sendall(b"a")
+            if not on:
+                steps = idle(ours)
+                with trio.move_on_after(0.05):
+                    await ours.attend(steps, gather=True)
+                assert ours.gathered
+                target = poller._now
+            else:
+                assert await ours.receive_some() == b"a"
+                target = poller._soon
+            await settle()
+            target.add = lambda _fd, _watched: False
+            if on:
+                assert not await ours.attend(idle(ours), gather=True)
+            with trio.fail_after(10):
+                async with trio.open_nursery() as readers:
+                    readers.start_soon(ours.receive_when_ready)
+                    await settle()
+                    peer.sendall(b"b")
+            assert not await ours.attend(idle(ours))
+            assert poller._watched == {}
+            ours.close_now()
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_flood_gives_way_after_few_reads() -> None:
+    async with bench() as b:
+        ours, theirs = b.streams()
+        turns = reads = 0
+        together: list[int] = []
+
+        def step() -> bool:
+            nonlocal reads, turns
+            try:
+                ours.receive_nowait()
+            except trio.WouldBlock:
+                return True
+            ours.ready = True  # as if there were always more
+            reads += 1
+            together.append(turns)
+            return reads < 200
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                await trio.lowlevel.checkpoint()
+                turns += 1
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(theirs.send_all, bytes(200 * MAX_RECEIVE))
+            nursery.start_soon(others)
+            assert await ours.attend(step)
+            nursery.cancel_scope.cancel()
+        assert max(together.count(turn) for turn in set(together)) <= 8
+
+
 @pytest.mark.parametrize("seed", range(4))
 async def test_many_streams_lose_and_repeat_nothing(seed: int) -> None:
     """Random pieces, some larger than a read, over streams that attend and streams that receive, some cut by their readers."""
