@@ -98,6 +98,8 @@ class FifoQueue(Generic[T]):
     @trio.lowlevel.enable_ki_protection
     def pump(self) -> None:
         """Grant from the head until the head does not fit. Call after anything that may let a waiter through."""
+        if not self._waiting:
+            return
         if self._pumping:
             self._again = True  # a grant changed the world and called back: look once more, don't recurse
             return

@@ -190,17 +190,16 @@ class Accounting:
     def leg_ended(self, record: Record, role: Role, seconds: float) -> None:
         """The engine's connection is closed or was handed back clean, `seconds` after the leg started."""
         self.legs_open -= 1
-        left = self._open_legs.get(record.rid, 0) - 1
+        left = self._open_legs.pop(record.rid, 0) - 1
         if left > 0:
             self._open_legs[record.rid] = left
-        else:
-            self._open_legs.pop(record.rid, None)
+        total, own = self.upstream_seconds, record.upstream_seconds
         if role is Role.PREFILL:
-            self.upstream_seconds.prefill += seconds
-            record.upstream_seconds.prefill += seconds
+            total.prefill += seconds
+            own.prefill += seconds
         else:
-            self.upstream_seconds.decode += seconds
-            record.upstream_seconds.decode += seconds
+            total.decode += seconds
+            own.decode += seconds
 
     def tokens_observed(self, record: Record, tokens: int) -> None:
         """Output tokens arrived from a decode engine, whatever becomes of them."""

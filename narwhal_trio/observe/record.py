@@ -17,7 +17,7 @@ from narwhal_trio.types import AbortCause, Endpoint, Phase, Terminal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from narwhal_trio.outcomes import Outcome
+    from narwhal_trio.outcomes import Outcome, Row
 
 __all__ = ["REASONS", "AttemptFailure", "LegSeconds", "QueueWaits", "Record", "reason_of"]
 
@@ -178,22 +178,24 @@ class Record(msgspec.Struct, kw_only=True):
         row = outcome.row
         self.condition = outcome.condition
         self.terminal = row.terminal
-        self.reason = reason_of(outcome.condition)
         self.duration_s = ended_at - self.arrived
         self.queue_wait_s = self.queue_waits.total
         self.crossed = self.decode_iid is not None and self.decode_iid != self.prefill_iid
         self.status = 200 if output_started else row.status
-        if row.terminal is not Terminal.COMPLETED and row.status is not None:  # somebody was left to tell
+        if row.terminal is not Terminal.COMPLETED:
+            self._explain(outcome, row, output_started=output_started)
+
+    def _explain(self, outcome: Outcome, row: Row, *, output_started: bool) -> None:
+        """Why the request was not completed."""
+        self.reason = reason_of(outcome.condition)
+        if row.status is not None:  # somebody was left to tell
             self.error_type = outcome.type
             # The last event of a committed stream says `expired` where an answer would have said `request_expired`.
             late = output_started and outcome.condition is Condition.REQUEST_EXPIRED
             self.error_code = "expired" if late else outcome.code
-        if row.terminal not in {Terminal.COMPLETED, Terminal.CANCELLED}:
+        if row.terminal is not Terminal.CANCELLED:
             self.error = (outcome.detail or outcome.message or outcome.condition.value)[:MAX_ERROR]
-        self._mark_terminal(outcome)
-
-    def _mark_terminal(self, outcome: Outcome) -> None:
-        row, phase = outcome.row, outcome.phase
+        phase = outcome.phase
         if row.terminal is Terminal.CANCELLED:
             self.cancelled, self.cancelled_phase = True, phase
             self.cancelled_cause = row.cancelled_cause or UNSET

@@ -104,6 +104,8 @@ class RouterCore:
         seed: int | None = None,
     ) -> None:
         self.config = config
+        self.now = trio.lowlevel.current_clock().current_time
+        """`trio.current_time`, for those who ask several times a request: it finds its way to the clock anew each time."""
         self.accounting = accounting
         self.journal = journal
         self.authenticator = authenticator or Authenticator()

@@ -66,35 +66,37 @@ async def conclude(run: RequestRun, outcome: Outcome) -> None:
 
 def server_timing(record: Record) -> Headers:
     """`server-timing` of a success: what each stage took, in milliseconds."""
-    marks = record.milestones
-    spans = (
-        (b"admission", 0.0, marks.get("admitted")),
-        (b"prefill", marks.get("prefill_sent"), marks.get("prefilled")),
-        (b"handoff", marks.get("prefilled"), marks.get("decode_sent")),
-        (b"first_token", 0.0, marks.get("first_token")),
-    )
-    parts = [
-        b"%s;dur=%.1f" % (name, (end - start) * 1000)
-        for name, start, end in spans
-        if start is not None and end is not None
-    ]
-    return [(b"server-timing", b", ".join(parts))] if parts else []
+    get = record.milestones.get
+    sent, prefilled, dispatched = get("prefill_sent"), get("prefilled"), get("decode_sent")
+    parts = []
+    if (admitted := get("admitted")) is not None:
+        parts.append(f"admission;dur={admitted * 1000:.1f}")
+    if prefilled is not None:
+        if sent is not None:
+            parts.append(f"prefill;dur={(prefilled - sent) * 1000:.1f}")
+        if dispatched is not None:
+            parts.append(f"handoff;dur={(dispatched - prefilled) * 1000:.1f}")
+    if (first := get("first_token")) is not None:
+        parts.append(f"first_token;dur={first * 1000:.1f}")
+    return [(b"server-timing", ", ".join(parts).encode())] if parts else []
 
 
 def settle(run: RequestRun) -> None:
     """The one place where a request is booked: counters, journal row, its place among the running. Synchronous."""
-    record, core, now = run.record, run.core, trio.current_time()
-    if run.work is not None:
-        record.input_len = run.work.input_tokens
+    record, core, work = run.record, run.core, run.work
+    now = core.now()
+    if work is not None:
+        record.input_len = work.input_tokens
     measure(record, run.ledgers, accounting=core.dialect.accounting(run.endpoint))
     record.conclude(run.outcome, ended_at=now, output_started=run.sink.committed and run.streaming)
+    completed = record.terminal is Terminal.COMPLETED
     core.closed(run)
-    if run.work is not None:
-        if record.terminal is Terminal.COMPLETED:
-            core.policy.on_completed(run.work, record.output_len, now)
-        core.policy.on_settled(run.work)
+    if work is not None:
+        if completed:
+            core.policy.on_completed(work, record.output_len, now)
+        core.policy.on_settled(work)
     core.accounting.settle(record)
-    if record.terminal is Terminal.COMPLETED and record.attempts == 1:
+    if completed and record.attempts == 1:
         core.retry_budget.deposit()
     core.journal.record(record)
     core.recent.append(Ended(record, run.decisions))
@@ -115,22 +117,23 @@ def measure(record: Record, ledgers: list[TokenLedger], *, accounting: Accountin
 
     TPOT counts from the end of prefill, decode TPOT from the first token, both over tokens - 1 (the reference's definitions).
     """
-    record.token_accounting = accounting.value
+    record.token_accounting = accounting._value_
     arrived = record.arrived
     prefilled = record.milestones.get("prefilled")
     record.ttft_s = prefilled
     if not ledgers:
         return
     last = ledgers[-1]
-    if last.first_at is not None:
-        record.first_byte_s = last.first_at - arrived
+    count, first_at, last_at = last.count, last.first_at, last.last_at
+    if first_at is not None:
+        record.first_byte_s = first_at - arrived
         if prefilled is not None:
             # On rendezvous dialects tokens may come before the prefill's own answer.
             prefilled = record.ttft_s = min(prefilled, record.first_byte_s)
     if accounting is not Accounting.TOKEN_IDS:
         return
-    record.output_len = last.count
-    if last.count > 1 and last.first_at is not None and last.last_at is not None:
-        record.decode_tpot_s = (last.last_at - last.first_at) / (last.count - 1)
+    record.output_len = count
+    if count > 1 and first_at is not None and last_at is not None:
+        record.decode_tpot_s = (last_at - first_at) / (count - 1)
         if prefilled is not None:
-            record.tpot_s = (last.last_at - arrived - prefilled) / (last.count - 1)
+            record.tpot_s = (last_at - arrived - prefilled) / (count - 1)

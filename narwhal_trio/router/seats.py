@@ -1,8 +1,9 @@
 """Waiting for a seat: the admission seat, then one place on an engine per leg. FIFO, bounded, re-priced while it lasts.
 
-Nobody ahead and something free costs no scope and no task. Whoever has to wait does so in a cancel scope whose deadline is the queue
-budget, beside a task that prices the request anew at the instant at which it would be over the TTFT budget. Between a grant and the
-caller's `with` block a seat is owned by a local variable here, and given back if a cancellation falls between.
+Nobody ahead and something free costs no scope, no task and no checkpoint: who asks for a seat has just passed one. Whoever has to wait
+does so in a cancel scope whose deadline is the queue budget, beside a task that prices the request anew at the instant at which it would
+be over the TTFT budget. Between a grant and the caller's `with` block a seat is owned by a local variable here, and given back if a
+cancellation falls between.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from narwhal_trio.router.core import AdmissionSeat
     from narwhal_trio.router.request import RequestRun
     from narwhal_trio.router.timer import LegTimer
-    from narwhal_trio.scheduling.fleet import Claim, Engine
+    from narwhal_trio.scheduling.fleet import Claim, Work
     from narwhal_trio.scheduling.placement import Placement
     from narwhal_trio.types import EngineId
 
@@ -46,38 +47,51 @@ S = TypeVar("S", bound=_Seat)
 async def admission_seat(run: RequestRun) -> AdmissionSeat:
     """One of `serving.max_connections` seats. Raises `Refusal`: queue full, queue expired, over budget, a hold that began meanwhile."""
     run.phase = Phase.QUEUE
-    return await _seat(run, run.core.admission, run.core.try_admission_seat, "admission", priced=True)
+    core = run.core
+    seat = core.admission.acquire_nowait(core.try_admission_seat, run.record.client)
+    if seat is None:
+        return await _queue(run, core.admission, core.try_admission_seat, "admission", priced=True)
+    run.record.queue_waits.admission = 0.0
+    return seat
 
 
 async def prefill_seat(run: RequestRun) -> Claim:
     """A place on a prefill engine, within what is left of the queue budget. Raises `Refusal`."""
-    core, work = run.core, run.work
+    core, work, record = run.core, run.work, run.record
     assert work is not None
     run.phase = Phase.PREFILL_SEAT
     run.producer = None
-    attempt = run.record.attempts + 1
+    attempt = record.attempts + 1
 
     def try_place() -> Claim | None:
-        prefix_cache.refresh(run, trio.current_time())
-        placement = _placed(run, Role.PREFILL)
+        now = core.now()
+        prefixes = run.cache_evidence.prefixes
+        if prefixes:
+            prefix_cache.refresh(run, now)
+        placement = _placed(run, work, Role.PREFILL)
         if placement is None:
             return None
-        engine, now = placement.engine, trio.current_time()
-        _check_time_left(run, engine, now)
+        engine = placement.engine
+        if engine.profile is not None:
+            _check_time_left(run, engine.own_prefill_seconds(work) or 0.0, now)
         judgement = core.policy.judge_placement(work, engine, now=now, arrived=run.arrived_at, attempt=attempt)
         if judgement.price is not None:
-            run.record.admission_price = judgement.price
+            record.admission_price = judgement.price
         _note(run, Role.PREFILL, placement, attempt, now)
         if judgement.refusal is not None:
             raise judgement.refusal
-        if run.cache_evidence.prefixes:
-            run.record.cache_placement = prefix_cache.cache_placement(run, engine)
+        if prefixes:
+            record.cache_placement = prefix_cache.cache_placement(run, engine)
         if work.cached and attempt == 1:
             core.roles.placed(engine, work, now)
         return core.fleet.claim(engine, Role.PREFILL, work)
 
-    claim = await _seat(run, core.prefill_queue, try_place, "prefill", priced=attempt == 1)
-    run.producer = run.record.prefill_iid = claim.engine.id
+    claim = core.prefill_queue.acquire_nowait(try_place, record.client)
+    if claim is None:
+        claim = await _queue(run, core.prefill_queue, try_place, "prefill", priced=attempt == 1)
+    elif record.queue_waits.prefill is None:
+        record.queue_waits.prefill = 0.0
+    run.producer = record.prefill_iid = claim.engine.id
     return claim
 
 
@@ -86,18 +100,18 @@ async def decode_seat(run: RequestRun, until: float = math.inf, timer: LegTimer 
 
     timer: may still bound a leg that is over; it does not bound this wait.
     """
-    core, work = run.core, run.work
+    core, work, record = run.core, run.work, run.record
     assert work is not None
     run.phase = Phase.DECODE_SEAT
     attempt = (
-        run.record.attempts + core.dialect.rendezvous
+        record.attempts + core.dialect.rendezvous
     )  # where both seats are taken first, the attempt begins after that
 
     def try_place() -> Claim | None:
-        placement = _placed(run, Role.DECODE)
+        placement = _placed(run, work, Role.DECODE)
         if placement is None:
             return None
-        _note(run, Role.DECODE, placement, attempt, trio.current_time())
+        _note(run, Role.DECODE, placement, attempt, core.now())
         return core.fleet.claim(placement.engine, Role.DECODE, work)
 
     claim = core.decode_queue.acquire_nowait(try_place)
@@ -112,28 +126,28 @@ async def decode_seat(run: RequestRun, until: float = math.inf, timer: LegTimer 
             _book_wait(run, "decode", started)
         if claim is None:
             raise Refusal(Condition.HANDOFF_EXPIRED, "the KV hand-off became too old while waiting for a decode seat")
-    else:
-        _book_wait(run, "decode", None)
-    run.record.decode_iid = claim.engine.id
+    elif record.queue_waits.decode is None:
+        record.queue_waits.decode = 0.0
+    record.decode_iid = claim.engine.id
     return claim
 
 
-def _placed(run: RequestRun, role: Role) -> Placement | None:
+def _placed(run: RequestRun, work: Work, role: Role) -> Placement | None:
     """Where to go now, None to wait. Raises `Refusal`."""
-    hold = run.core.hold(role)
+    core = run.core
+    hold = core.hold(role)
     if hold is not None:
         raise hold
-    assert run.work is not None
     try:
         return place(
-            run.core.fleet,
-            run.work,
+            core.fleet,
+            work,
             role,
-            exclude=run.core.avoided(role, run.excluded[role]),
+            exclude=core.avoided(role, run.excluded[role]),
             producer=run.producer,
-            targets=run.core.targets,
-            other_roles=run.core.other_roles,
-            stranded=run.core.ledger.stranded_tokens,
+            targets=core.targets,
+            other_roles=core.other_roles,
+            stranded=core.ledger.stranded_tokens,
         )
     except NoEngine as exc:
         raise Refusal(Condition.NO_ENGINE, "no engine is available for this request", detail=str(exc)) from None
@@ -142,32 +156,27 @@ def _placed(run: RequestRun, role: Role) -> Placement | None:
 def _note(run: RequestRun, role: Role, placement: Placement, attempt: int, now: float) -> None:
     """Keep what the placement was decided by, for whoever asks about this request."""
     assert run.work is not None
-    run.core.unserved += not placement.meets_targets
-    failed = frozenset(run.excluded[role]) if run.excluded[role] else _NOBODY
+    if not placement.meets_targets:
+        run.core.unserved += 1
+    excluded = run.excluded[role]
+    failed = frozenset(excluded) if excluded else _NOBODY
     run.decisions.append(Decision(now, attempt, role, placement, failed, run.work.cached))
 
 
-def _check_time_left(run: RequestRun, engine: Engine, now: float) -> None:
+def _check_time_left(run: RequestRun, needs_s: float, now: float) -> None:
     """Work that cannot be done in time is not begun: the deadline ends it here instead of on the engine."""
-    if engine.profile is None or run.work is None:
-        return
-    needs = engine.own_prefill_seconds(run.work) or 0.0
-    left = run.lifetime.deadline_at - now
-    if left < needs:
+    left_s = run.lifetime.deadline_at - now
+    if left_s < needs_s:
         raise Refusal(
             Condition.REQUEST_EXPIRED,
-            f"{max(left, 0.0):.3f} s of the deadline are left and the prefill alone takes {needs:.3f} s: not begun",
+            f"{max(left_s, 0.0):.3f} s of the deadline are left and the prefill alone takes {needs_s:.3f} s: not begun",
         )
 
 
-async def _seat(
+async def _queue(
     run: RequestRun, queue: FifoQueue[S], try_grant: Callable[[], S | None], stage: str, *, priced: bool
 ) -> S:
-    await trio.lowlevel.checkpoint_if_cancelled()
-    seat = queue.acquire_nowait(try_grant, run.record.client)
-    if seat is not None:
-        _book_wait(run, stage, None)
-        return seat
+    """Wait for what could not be had at once, within what is left of the queue budget."""
     started = trio.current_time()
     try:
         return await _wait(run, queue, try_grant, priced=priced and run.core.policy.settings.predictive)
@@ -223,9 +232,9 @@ async def _wait(run: RequestRun, queue: FifoQueue[S], try_grant: Callable[[], S 
     raise failure
 
 
-def _book_wait(run: RequestRun, stage: str, started: float | None) -> float:
-    """Add the time spent in one queue to the record; returns it. started: None where nobody had to wait."""
-    waited = 0.0 if started is None else trio.current_time() - started
+def _book_wait(run: RequestRun, stage: str, started: float) -> float:
+    """Add the time since `started`, spent in one queue, to the record; returns it."""
+    waited = trio.current_time() - started
     waits = run.record.queue_waits
     setattr(waits, stage, (getattr(waits, stage) or 0.0) + waited)
     return waited

@@ -18,7 +18,7 @@ Where the router calls what, in the order of a request's life (`work` is the req
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import msgspec
@@ -94,6 +94,10 @@ class Judgement(msgspec.Struct, frozen=True):
     refusal: Refusal | None
 
 
+_UNPRICED: Final = Judgement(None, None)
+"""Of a retry that may go ahead."""
+
+
 @attrs.frozen
 class Waiting:
     """About a request that has to wait. give_up_at: from this instant on it is over budget unless something has changed by then."""
@@ -121,7 +125,8 @@ class AdmissionPolicy:
             high=settings.correction_max,
             min_samples=settings.correction_min_samples,
         )
-        self.occupancy = Occupancy(self.expected_output)
+        self.occupancy = Occupancy(self.expected_output) if settings.predictive else None
+        """Who decodes and for how long, for the decode check alone; None where that is not made."""
         self._ledger = ledger
         self.on_late: Callable[[Work, float], None] = lambda _work, _ttft_s: None
         """Told of a request whose projected TTFT is over the target, in seconds; the role controller listens."""
@@ -133,7 +138,11 @@ class AdmissionPolicy:
     def judge_placement(self, work: Work, engine: Engine, *, now: float, arrived: float, attempt: int) -> Judgement:
         """Whether `work` may be prefilled on `engine` now. attempt: from 1; retries are not priced, but decode capacity is checked."""
         settings = self.settings
-        self.occupancy.leave(work)  # an earlier attempt's trace must not compete with this one
+        first = attempt == 1
+        if self.occupancy is not None:
+            self.occupancy.leave(work)  # an earlier attempt's trace must not compete with this one
+        elif not first:
+            return _UNPRICED
         decoders = self.fleet.live(Role.DECODE)
         price = price_on(
             engine,
@@ -143,16 +152,17 @@ class AdmissionPolicy:
             handoff_s=self.handoff.estimate(decoders, now),
             aggregate=engine.role is Role.DECODE and not self.fleet.live(Role.PREFILL),
         )
-        first = attempt == 1
-        if first and settings.slo_ttft_s < price.total_s < math.inf:
-            self.on_late(work, price.total_s)
-        record = price.record(attempt) if first else None
-        if not settings.predictive:
-            return Judgement(record, None)
-        refusal = None
+        record = refusal = None
         if first:
-            refusal = refuse_over_budget(price, self.fleet, work, settings.budget_s, now=now, sized=True)
-        return Judgement(record, refusal or self._decode_refusal(work, price, decoders, now, priced=first))
+            total_s = price.total_s
+            if settings.slo_ttft_s < total_s < math.inf:
+                self.on_late(work, total_s)
+            record = price.record(attempt)
+            if settings.predictive:
+                refusal = refuse_over_budget(price, self.fleet, work, settings.budget_s, now=now, sized=True)
+        if self.occupancy is not None and refusal is None:
+            refusal = self._decode_refusal(self.occupancy, work, price, decoders, now, priced=first)
+        return Judgement(record, refusal)
 
     def judge_waiting(self, work: Work, *, now: float, arrived: float, sized: bool) -> Waiting:
         """Whether `work`, which finds no seat now, may wait for one, and how long. Prices the cheapest live placement.
@@ -178,7 +188,7 @@ class AdmissionPolicy:
         return Waiting(None, math.nextafter(give_up_at, math.inf))
 
     def _decode_refusal(
-        self, work: Work, price: Price, decoders: list[Engine], now: float, *, priced: bool
+        self, occupancy: Occupancy, work: Work, price: Price, decoders: list[Engine], now: float, *, priced: bool
     ) -> Refusal | None:
         stranded = None
         if self._ledger is not None:
@@ -192,7 +202,7 @@ class AdmissionPolicy:
             budget_s=self.settings.budget_s,
             tpot_s=self.settings.slo_tpot_s,
         )
-        shortage = decode_shortage(decoders, self.occupancy, candidate, stranded=stranded)
+        shortage = decode_shortage(decoders, occupancy, candidate, stranded=stranded)
         if shortage is None:
             return None
         text = (
@@ -203,21 +213,26 @@ class AdmissionPolicy:
     # -- what claims report (`fleet.ClaimWatch`) ----------------------------------------------------------------------------
 
     def claimed(self, claim: Claim) -> None:
+        occupancy = self.occupancy
         if claim.role is Role.PREFILL:
             self.correction.pause(claim.engine)
-            self.occupancy.wait(claim.work)
-        else:
-            self.occupancy.decode(claim.work, claim.engine.id)
+            if occupancy is not None:
+                occupancy.wait(claim.work)
+        elif occupancy is not None:
+            occupancy.decode(claim.work, claim.engine.id)
 
     def grew(self, claim: Claim, tokens: int) -> None:  # noqa: ARG002 - the work has the sum
-        self.occupancy.progress(claim.work)
+        if self.occupancy is not None:
+            self.occupancy.progress(claim.work)
 
     def released(self, claim: Claim) -> None:
+        occupancy = self.occupancy
         if claim.role is Role.PREFILL:
             self.correction.pause(claim.engine)
-            self.occupancy.prefill_over(claim.work)
-        else:
-            self.occupancy.leave(claim.work)
+            if occupancy is not None:
+                occupancy.prefill_over(claim.work)
+        elif occupancy is not None:
+            occupancy.leave(claim.work)
 
     # -- what the router reports ----------------------------------------------------------------------------------------------
 
@@ -227,7 +242,8 @@ class AdmissionPolicy:
 
     def on_prefill_done(self, work: Work) -> None:
         """The prefill succeeded; from now on the request waits for its decode seat."""
-        self.occupancy.prefilled(work)
+        if self.occupancy is not None:
+            self.occupancy.prefilled(work)
 
     def on_first_token(self, engine: Engine, handoff_s: float, now: float) -> None:
         """A decode engine sent its first token `handoff_s` after the prefill was over."""
@@ -250,7 +266,8 @@ class AdmissionPolicy:
 
     def on_settled(self, work: Work) -> None:
         """The request is over."""
-        self.occupancy.leave(work)
+        if self.occupancy is not None:
+            self.occupancy.leave(work)
 
     def refresh(self, now: float) -> None:
         """Close intervals, forget what is old, derive seats anew."""
@@ -268,7 +285,7 @@ class AdmissionPolicy:
     @property
     def at_rest(self) -> bool:
         """True if no request occupies anything in the projection."""
-        return self.occupancy.at_rest
+        return self.occupancy is None or self.occupancy.at_rest
 
     def _derive_seats(self, mean_input: float | None) -> bool:
         """Seats that follow from profiles and engine limits, where the configuration leaves them open. True if any changed."""

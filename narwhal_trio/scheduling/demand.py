@@ -8,7 +8,9 @@ What is offered counts, whether it was admitted or not: a fleet that refuses hal
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import attrs
@@ -26,10 +28,10 @@ BINS: Final = 128
 """Bins of lengths: one below 16 tokens, then 8 per octave up to 2^20, beyond which all lengths share the last one."""
 
 
-def _bin(tokens: float) -> int:
-    if tokens < 1 << _SHORTEST_BITS:
-        return 0
-    return min(BINS - 1, int(_PER_OCTAVE * math.log2(tokens)) - _PER_OCTAVE * _SHORTEST_BITS)
+_bin: Final[Callable[[float], int]] = partial(
+    bisect_right, [2.0 ** (_SHORTEST_BITS + index / _PER_OCTAVE) for index in range(1, BINS)]
+)
+"""Bin of a number of tokens."""
 
 
 class _Cell:
@@ -195,13 +197,14 @@ class DemandHistory:
         self._longest = self._spans[max(self._spans)]
         self._index = math.floor(started_at / slice_s)
         self._current = _Tally()
+        self._current_until = (self._index + 1) * slice_s
         self.late_first_tokens = 0
 
     # -- what the router reports ----------------------------------------------------------------------------------------------
 
     def arrived(self, input_tokens: int, output_tokens: int, now: float) -> None:
         """A request was offered. output_tokens: what to expect, 0 if that is not known."""
-        tally = self._roll(now)
+        tally = self._current if now < self._current_until else self._roll(now)
         tally.arrivals += 1
         _add(tally.inputs, _bin(input_tokens), 1, input_tokens, 0)
         if output_tokens > 0:
@@ -268,4 +271,5 @@ class DemandHistory:
                     span.push(self._index, closed)
                     span.expire(index)
             self._current, self._index = _Tally(), index
+            self._current_until = (index + 1) * self.slice_s
         return self._current

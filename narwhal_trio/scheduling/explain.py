@@ -6,7 +6,9 @@ While requests are served only a `Decision` is kept, which holds what `place` ha
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from narwhal_trio.scheduling.placement import Passed
 from narwhal_trio.types import Role
@@ -33,7 +35,7 @@ _PASSED: Final = {
 }
 
 
-class Decision(NamedTuple):
+class Decision(msgspec.Struct, frozen=True, gc=False):
     """One placement of one request.
 
     at: instant, on the router's clock. attempt: from 1. failed: engines that failed this request before. cached: tokens of the prompt

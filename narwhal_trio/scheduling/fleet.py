@@ -157,18 +157,19 @@ class Claim:
         self.role = role
         self.work = work
         work.output_tokens = 0  # whatever an earlier attempt produced is gone with it
-        self._tokens = work.length
+        self._tokens = tokens = work.input_tokens
         self.released = False
         self._seconds = 0.0
         if role is Role.PREFILL:
-            self._seconds = engine.own_prefill_seconds(work) or 0.0
-            engine.prefill_seconds += self._seconds
+            if engine.profile is not None:
+                self._seconds = engine.own_prefill_seconds(work) or 0.0
+                engine.prefill_seconds += self._seconds
             engine.prefills[work.rid] = work
-            engine.prefill_tokens += self._tokens
+            engine.prefill_tokens += tokens
             engine.prefilled = True
         else:
             engine.decodes[work.rid] = work
-            engine.decode_tokens += self._tokens
+            engine.decode_tokens += tokens
         if fleet.watch is not None:
             fleet.watch.claimed(self)
 
@@ -186,20 +187,23 @@ class Claim:
         if self.released:
             return
         self.released = True
-        engine = self.engine
+        fleet, engine = self._fleet, self.engine
         if self.role is Role.PREFILL:
-            del engine.prefills[self.work.rid]
+            prefills = engine.prefills
+            del prefills[self.work.rid]
             engine.prefill_tokens -= self._tokens
             # Float sums drift; an engine without prefills has exactly none, and none has less.
-            engine.prefill_seconds = max(0.0, engine.prefill_seconds - self._seconds) if engine.prefills else 0.0
+            engine.prefill_seconds = max(0.0, engine.prefill_seconds - self._seconds) if prefills else 0.0
         else:
-            engine.most_decodes = max(engine.most_decodes, len(engine.decodes))
-            engine.most_decode_tokens = max(engine.most_decode_tokens, engine.decode_tokens)
-            del engine.decodes[self.work.rid]
-            engine.decode_tokens -= self._tokens
-        if self._fleet.watch is not None:
-            self._fleet.watch.released(self)
-        self._fleet.changed()
+            decodes, tokens = engine.decodes, engine.decode_tokens
+            engine.most_decodes = max(engine.most_decodes, len(decodes))
+            engine.most_decode_tokens = max(engine.most_decode_tokens, tokens)
+            del decodes[self.work.rid]
+            engine.decode_tokens = tokens - self._tokens
+        if fleet.watch is not None:
+            fleet.watch.released(self)
+        if fleet.on_change is not None:
+            fleet.on_change()
 
     def __enter__(self) -> Self:
         return self

@@ -7,7 +7,7 @@ Instants come from one clock and never go back.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from statistics import median
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
@@ -24,40 +24,56 @@ __all__ = ["DecodeCorrection", "HandoffTime", "OutputLengths", "SlidingMean"]
 _SLICES: Final = 16
 
 
+class _Slice:
+    """What was added within one sixteenth of a span."""
+
+    __slots__ = ("count", "index", "total")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.count = 0
+        self.total = 0.0
+
+
 class SlidingMean:
     """Mean of what was added within the last `span_s` seconds, to within a sixteenth of that."""
 
-    __slots__ = ("_count", "_slice_s", "_slices", "_total")
+    __slots__ = ("_count", "_current", "_current_until", "_slice_s", "_slices", "_total")
 
     def __init__(self, span_s: float) -> None:
         self._slice_s = span_s / _SLICES
-        self._slices: deque[tuple[int, int, float]] = deque()
+        self._slices: deque[_Slice] = deque()
+        self._current = _Slice(0)
+        self._current_until = -math.inf
+        """Instant from which the latest slice takes no more, and the oldest one may have to go."""
         self._count = 0
         self._total = 0.0
 
     def add(self, value: float, now: float) -> None:
-        index = self._expire(now)
-        if self._slices and self._slices[-1][0] >= index:
-            index, count, total = self._slices.pop()
-            self._slices.append((index, count + 1, total + value))
-        else:
-            self._slices.append((index, 1, value))
+        if now >= self._current_until:
+            self._roll(now)
+        current = self._current
+        current.count += 1
+        current.total += value
         self._count += 1
         self._total += value
 
     def mean(self, now: float) -> float | None:
         """None if nothing was added within the span."""
-        self._expire(now)
+        if now >= self._current_until:
+            self._roll(now)
         return self._total / self._count if self._count else None
 
-    def _expire(self, now: float) -> int:
-        index = math.floor(now / self._slice_s)
-        slices = self._slices
-        if slices and slices[0][0] <= index - _SLICES:
-            while slices and slices[0][0] <= index - _SLICES:
-                self._count -= slices.popleft()[1]
-            self._total = math.fsum(total for _, _, total in slices)  # summed anew, so that rounding does not add up
-        return index
+    def _roll(self, now: float) -> None:
+        """Begin the slice of `now`, forget those that are older than the span."""
+        index, slices = math.floor(now / self._slice_s), self._slices
+        if slices and slices[0].index <= index - _SLICES:
+            while slices and slices[0].index <= index - _SLICES:
+                self._count -= slices.popleft().count
+            self._total = math.fsum(old.total for old in slices)  # summed anew, so that rounding does not add up
+        self._current = _Slice(index)
+        slices.append(self._current)
+        self._current_until = (index + 1) * self._slice_s
 
 
 class HandoffTime:
@@ -76,10 +92,10 @@ class HandoffTime:
 
     def estimate(self, engines: Iterable[Engine], now: float) -> float:
         """Mean over these decode engines of their own means; an engine without recent hand-offs counts as 0 (the reference's C.4)."""
-        count, total = 0, 0.0
+        count, total, windows = 0, 0.0, self._engines
         for engine in engines:
             count += 1
-            window = self._engines.get(engine.id)
+            window = windows.get(engine.id)
             if window is not None:
                 total += window.mean(now) or 0.0
         return total / count if count else 0.0
@@ -113,8 +129,10 @@ class DecodeCorrection:
 
     def observe(self, engine: Engine, tokens: int, gap_s: float, now: float) -> None:
         """`tokens` came at once, `gap_s` after the same request's last ones."""
+        if engine.profile is None:
+            return
         interval = self._roll(engine, now)
-        if engine.profile is None or tokens <= 0 or not gap_s >= 0:
+        if tokens <= 0 or not gap_s >= 0:
             return
         expected = engine.profile.token_interval(engine.decode_tokens, len(engine.decodes))
         if expected > 0:
@@ -130,7 +148,8 @@ class DecodeCorrection:
     def roll(self, engines: Iterable[Engine], now: float) -> None:
         """Close intervals that are over. Observations do this for their own engine; call it before corrections are read for a decision."""
         for engine in engines:
-            self._roll(engine, now)
+            if engine.profile is not None:
+                self._roll(engine, now)
 
     @staticmethod
     def fleet(engines: Iterable[Engine]) -> float:
@@ -150,36 +169,41 @@ class DecodeCorrection:
 
 
 class _Histogram:
-    """Counts per bin with a cached weighted median."""
+    """Counts per bin, and the middle one of them, which seldom changes and is only looked for when it may have."""
 
-    __slots__ = ("_bins", "_median", "total")
+    __slots__ = ("_below", "_bins", "_edge", "_median", "total")
 
     def __init__(self) -> None:
-        self._bins: Counter[int] = Counter()
-        self._median: int | None = None
+        self._bins: dict[int, int] = {}
+        self._median = 0
+        self._below = 0
+        """Observations in the bins below `_median`."""
+        self._edge = 1.0
         self.total = 0
 
     def add(self, index: int, count: int) -> None:
         """count: may be negative, to take back."""
-        left = self._bins[index] + count
+        left = self._bins.get(index, 0) + count
         if left:
             self._bins[index] = left
         else:
             del self._bins[index]
         self.total += count
-        self._median = None
+        if index < self._median:
+            self._below += count
 
-    def median(self) -> int:
-        """The bin of the middle observation, the upper one of two. There must be one."""
-        if self._median is None:
-            rank = self.total // 2
+    def median_edge(self) -> float:
+        """The largest number in the bin of the middle observation, the upper one of two. There must be one."""
+        rank = self.total // 2
+        if not 0 <= rank - self._below < self._bins.get(self._median, 0):
+            below = 0
             for index in sorted(self._bins):
-                rank -= self._bins[index]
-                if rank < 0:
-                    self._median = index
+                count = self._bins[index]
+                if below + count > rank:
+                    self._median, self._below, self._edge = index, below, _edge(index)
                     break
-        assert self._median is not None
-        return self._median
+                below += count
+        return self._edge
 
 
 _PER_OCTAVE: Final = 8
@@ -200,26 +224,28 @@ class OutputLengths:
 
     def __init__(self, span_s: float) -> None:
         self._slice_s = span_s / _SLICES
-        self._slices: deque[tuple[int, Counter[_Cell]]] = deque()
+        self._slices: deque[tuple[int, dict[_Cell, int]]] = deque()
+        self._current: dict[_Cell, int] = {}
+        self._current_until = -math.inf
+        """Instant from which the latest slice takes no more, and the oldest one may have to go."""
         self._capped: dict[tuple[int, int], _Histogram] = {}
         self._outputs: dict[int, _Histogram] = {}
         self._all = _Histogram()
 
     def observe(self, input_tokens: int, wanted_tokens: int | None, output_tokens: int, now: float) -> None:
         """A request completed. wanted_tokens: the client's limit, None if it set none."""
-        self.expire(now)
+        if now >= self._current_until:
+            self.expire(now)
         if output_tokens <= 0:
             return
-        wanted = wanted_tokens or 0
-        index = math.floor(now / self._slice_s)
-        if not self._slices or self._slices[-1][0] < index:
-            self._slices.append((index, Counter()))
-        cells: list[_Cell] = [(input_tokens.bit_length(), 0, _bin(output_tokens))]
-        if wanted > 0:
-            share = _bin(min(1.0, output_tokens / wanted))
-            cells.append((input_tokens.bit_length(), wanted.bit_length(), share))
-        for cell in cells:  # not one cell for both: what is asked for are these two, and their products are far more
-            self._slices[-1][1][cell] += 1
+        # Not one cell for both: what is asked for are these two, and their products are far more.
+        bits, current = input_tokens.bit_length(), self._current
+        cell = (bits, 0, _bin(output_tokens))
+        current[cell] = current.get(cell, 0) + 1
+        self._count(cell, 1)
+        if wanted_tokens is not None and wanted_tokens > 0:
+            cell = (bits, wanted_tokens.bit_length(), _bin(min(1.0, output_tokens / wanted_tokens)))
+            current[cell] = current.get(cell, 0) + 1
             self._count(cell, 1)
 
     def expected(self, input_tokens: int, wanted_tokens: int | None) -> int:
@@ -229,16 +255,20 @@ class OutputLengths:
             capped = self._capped.get((input_tokens.bit_length(), wanted.bit_length()))
             if capped is None or capped.total < _MIN_COMPLETIONS:
                 return wanted
-            return max(1, min(wanted, round(wanted * _edge(capped.median()))))
+            return max(1, min(wanted, round(wanted * capped.median_edge())))
         histogram = self._outputs.get(input_tokens.bit_length(), self._all)
-        return math.floor(_edge(histogram.median()) + _ROUND) if histogram.total else 0
+        return math.floor(histogram.median_edge() + _ROUND) if histogram.total else 0
 
     def expire(self, now: float) -> None:
         """Forget what is older than the span. `observe` does this; call it as well where completions may cease."""
-        oldest = math.floor(now / self._slice_s) - _SLICES
-        while self._slices and self._slices[0][0] <= oldest:
-            for cell, count in self._slices.popleft()[1].items():
+        index, slices = math.floor(now / self._slice_s), self._slices
+        while slices and slices[0][0] <= index - _SLICES:
+            for cell, count in slices.popleft()[1].items():
                 self._count(cell, -count)
+        if now >= self._current_until:
+            self._current = {}
+            slices.append((index, self._current))
+            self._current_until = (index + 1) * self._slice_s
 
     def _count(self, cell: _Cell, count: int) -> None:
         input_bits, wanted_bits, index = cell

@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
+import msgspec
 
 from narwhal_trio.scheduling.capacity import decode_overload
 from narwhal_trio.types import EngineId, Role
@@ -54,8 +55,7 @@ Order: TypeAlias = tuple[bool, bool, Cost, "EngineId"]
 _PassedOver: TypeAlias = tuple["EngineId", Passed, tuple["Hold", ...]]
 
 
-@attrs.frozen
-class Placement:
+class Placement(msgspec.Struct, frozen=True, gc=False):
     """A chosen engine, the cost pair (lower is better) by which it won, and whom it won against.
 
     meets_targets: False if no free engine would meet them. priced: every candidate with its order. passed: engines of the role that were
@@ -65,11 +65,11 @@ class Placement:
 
     engine: Engine
     cost: Cost
-    meets_targets: bool = True
-    priced: tuple[Order, ...] = attrs.field(default=(), eq=False, repr=False)
-    passed: tuple[_PassedOver, ...] = attrs.field(default=(), eq=False, repr=False)
-    profiled: bool = attrs.field(default=False, eq=False, repr=False)
-    stands_in: bool = attrs.field(default=False, eq=False, repr=False)
+    meets_targets: bool
+    priced: list[Order]
+    passed: list[_PassedOver]
+    profiled: bool
+    stands_in: bool
 
 
 def place(
@@ -95,22 +95,28 @@ def place(
     other_roles: where no engine of this role is left, take an unpinned one of the other. Raises `NoEngine` if waiting cannot help.
     """
     pool, passed = _pool(fleet, role, exclude, producer, other_roles=other_roles)
-    profiled = all(engine.profile is not None for engine in pool)
-    cost_of = _prefill_cost if role is Role.PREFILL else _decode_cost
+    prefill = role is Role.PREFILL
+    profiled = prefill or targets is not None
+    for engine in pool:
+        if engine.profile is None:
+            profiled = False
+            break
     priced: list[Order] = []
     for engine in pool:
-        if engine.has_seat(role):
-            cost, meets = cost_of(engine, work, targets, profiled=profiled)
-            crowded = role is Role.PREFILL and _crowded(engine, work, stranded)
-            priced.append((crowded, not meets, cost, engine.id))
-        else:
+        if not engine.has_seat(role):
             passed.append((engine.id, Passed.NO_SEAT, ()))
+        elif prefill:
+            cost, misses = _prefill_cost(engine, work, targets, profiled=profiled)
+            crowded = _crowded(engine, work, stranded) if stranded else False
+            priced.append((crowded, misses, cost, engine.id))
+        else:
+            cost, misses = _decode_cost(engine, work, targets if profiled else None)
+            priced.append((False, misses, cost, engine.id))
     if not priced:
         return None
-    _, misses, cost, chosen = min(priced)
-    by_target = profiled and (role is Role.PREFILL or targets is not None)
+    _, misses, cost, chosen = min(priced) if len(priced) > 1 else priced[0]
     engine = fleet.engines[chosen]
-    return Placement(engine, cost, not misses, tuple(priced), tuple(passed), by_target, engine.role is not role)
+    return Placement(engine, cost, not misses, priced, passed, profiled, engine.role is not role)
 
 
 def _pool(
@@ -120,7 +126,7 @@ def _pool(
     pool: list[Engine] = []
     passed: list[_PassedOver] = []
     live = False
-    for engine in fleet:
+    for engine in fleet.engines.values():
         if engine.role is not role:
             continue
         if engine.holds:
@@ -143,28 +149,30 @@ def _pool(
     return pool, passed
 
 
-def _crowded(engine: Engine, work: Work, stranded: Mapping[EngineId, int] | None) -> bool:
+def _crowded(engine: Engine, work: Work, stranded: Mapping[EngineId, int]) -> bool:
     """Whether a prompt would have to wait there until a lease ends."""
-    lost = stranded.get(engine.id, 0) if stranded else 0
+    lost = stranded.get(engine.id, 0)
     if not lost or engine.profile is None or engine.profile.kv_capacity_tokens is None:
         return False
     return lost + engine.prefill_tokens + engine.decode_tokens + work.input_tokens > engine.profile.kv_capacity_tokens
 
 
 def _prefill_cost(engine: Engine, work: Work, targets: Targets | None, *, profiled: bool) -> tuple[Cost, bool]:
+    """The cost pair, and whether the target is missed."""
     own = engine.own_prefill_seconds(work) if profiled else None
     if own is None:
         # Tokens and seconds don't compare: a penalty just makes an engine the last choice.
-        left = work.input_tokens - work.cached_on(engine.id)
+        left = work.input_tokens - (work.cached_on(engine.id) if work.cached else 0)
         backlog = math.inf if engine.penalty_s else float(engine.prefill_tokens + left)
-        return (float(engine.decode_tokens), backlog), True
+        return (float(engine.decode_tokens), backlog), False
     seconds = engine.prefill_seconds + own + engine.penalty_s
-    return (float(engine.decode_tokens), seconds), targets is None or seconds <= targets.ttft_s
+    return (float(engine.decode_tokens), seconds), targets is not None and seconds > targets.ttft_s
 
 
-def _decode_cost(engine: Engine, work: Work, targets: Targets | None, *, profiled: bool) -> tuple[Cost, bool]:
-    if not profiled or engine.profile is None or targets is None:
-        return (float(engine.prefill_tokens), float(engine.decode_tokens + work.length)), True
+def _decode_cost(engine: Engine, work: Work, targets: Targets | None) -> tuple[Cost, bool]:
+    """The cost pair, and whether the target is missed. targets: None where not every candidate has a profile."""
+    if engine.profile is None or targets is None:
+        return (float(engine.prefill_tokens), float(engine.decode_tokens + work.length)), False
     overload = decode_overload(
         engine,
         engine.profile,
@@ -173,4 +181,4 @@ def _decode_cost(engine: Engine, work: Work, targets: Targets | None, *, profile
         requests=len(engine.decodes),
         more=work.length,
     )
-    return (float(engine.prefill_tokens), overload), overload <= 0
+    return (float(engine.prefill_tokens), overload), overload > 0

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from narwhal_trio.scheduling.fleet import Engine, Fleet, Work
     from narwhal_trio.types import EngineId
 
-__all__ = ["Price", "cheapest_price", "own_prefill_seconds", "price_on", "refuse_over_budget"]
+__all__ = ["Price", "cheapest_price", "price_on", "refuse_over_budget"]
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -52,7 +52,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def total_s(self) -> float:
-        return self.placement_s + self.elapsed_s + self.handoff_s
+        return self.backlog_s + (self.own_prefill_s or 0.0) + self.penalty_s + self.elapsed_s + self.handoff_s
 
     def give_up_at(self, budget_s: float) -> float:
         """The last instant at which this placement is within budget, hand-off included, if nothing but time changes.
@@ -80,11 +80,6 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         }
 
 
-def own_prefill_seconds(engine: Engine, work: Work) -> float | None:
-    """This request's own prefill on an engine; None without a profile."""
-    return engine.own_prefill_seconds(work)
-
-
 def price_on(
     engine: Engine, work: Work, *, now: float, arrived: float, handoff_s: float, aggregate: bool = False
 ) -> Price:
@@ -94,7 +89,7 @@ def price_on(
         engine=engine.id,
         arrived=arrived,
         backlog_s=math.inf if unpriced else engine.prefill_seconds,
-        own_prefill_s=own_prefill_seconds(engine, work),
+        own_prefill_s=None if engine.profile is None else engine.own_prefill_seconds(work),
         elapsed_s=max(0.0, now - arrived),
         handoff_s=handoff_s,
         penalty_s=engine.penalty_s,
@@ -133,7 +128,7 @@ def refuse_over_budget(
         )
         return Refusal(Condition.TTFT_BUDGET, text, detail=f"aggregate_unpriced: {text}")
     # An engine without a profile may be fast enough for any prompt.
-    floor_s = min((own_prefill_seconds(engine, work) or 0.0 for engine in candidates), default=0.0)
+    floor_s = min((engine.own_prefill_seconds(work) or 0.0 for engine in candidates), default=0.0)
     if floor_s > budget_s:
         if sized:
             return Refusal(

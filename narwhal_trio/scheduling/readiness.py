@@ -60,6 +60,8 @@ class Readiness:
         self.holder = ""
         self.on_change = on_change
         self._any = False
+        self.clear = True
+        """No reason is set and no lease can run out: nothing holds anything, whatever the time."""
 
     def update(
         self,
@@ -86,16 +88,11 @@ class Readiness:
             if value is not None and value != getattr(self, name):
                 setattr(self, name, value)
                 changed = True
-        if changed:
-            self._any = bool(self.draining or self.fenced or self.maintenance or self.standby or self.degraded)
-            if self.on_change is not None:
-                self.on_change()
+        self._any = bool(self.draining or self.fenced or self.maintenance or self.standby or self.degraded)
+        self.clear = not self._any and self.lease_until == math.inf
+        if changed and self.on_change is not None:
+            self.on_change()
         return changed
-
-    @property
-    def clear(self) -> bool:
-        """No reason is set and no lease can run out: nothing holds anything, whatever the time."""
-        return not self._any and self.lease_until == math.inf
 
     # -- predicates (A.6)
 

@@ -89,6 +89,11 @@ def test_only_eligible_engines_are_chosen(
         assert chosen.id != producer or len(pool) == 1
 
 
+def choice(placement: Placement | None) -> object:
+    """What was decided, without whom it was decided against."""
+    return placement and (placement.engine.id, placement.cost, placement.meets_targets)
+
+
 @given(fleets(), works, st.sampled_from(Role), st.booleans())
 @settings(deadline=None, max_examples=60)
 def test_the_order_of_engines_does_not_matter(fleet: Fleet, work: Work, role: Role, targeted: bool) -> None:
@@ -98,7 +103,7 @@ def test_the_order_of_engines_does_not_matter(fleet: Fleet, work: Work, role: Ro
         expected = place(fleet, work, role, targets=targets)
     except NoEngine:
         return
-    assert place(turned, work, role, targets=targets) == expected
+    assert choice(place(turned, work, role, targets=targets)) == choice(expected)
 
 
 @given(fleets(st.just(PROFILE)), works, st.sampled_from(Role), st.integers(1, 500))
@@ -115,7 +120,7 @@ def test_more_work_on_the_chosen_engine_never_makes_it_better(fleet: Fleet, work
     losers = [engine for engine in fleet.live(role) if engine is not first.engine]
     for n, engine in enumerate(losers):
         fleet.claim(engine, role, Work(RequestId(f"more{n}"), more))
-    assert place(fleet, work, role, targets=TARGETS) == first
+    assert choice(place(fleet, work, role, targets=TARGETS)) == choice(first)
 
 
 @given(fleets(), works, st.sampled_from(Role))

@@ -191,6 +191,7 @@ def test_open_admission_prices_and_refuses_nothing() -> None:
     assert refusal is None
     assert price is not None
     assert price["price_s"] == 12.0
+    assert bench.policy.occupancy is None  # only the decode check reads it
     waiting = bench.policy.judge_waiting(bench.work("long", 3 * K), now=99.0, arrived=0.0, sized=True)
     assert (waiting.refusal, waiting.give_up_at) == (None, math.inf)
 
@@ -323,6 +324,7 @@ def test_a_whole_life_leaves_nothing() -> None:
     with bench.fleet.claim(bench.p, Role.PREFILL, request):
         assert not bench.policy.at_rest
         bench.policy.on_prefill_done(request)
+    assert bench.policy.occupancy is not None
     assert bench.policy.occupancy.waiting.requests == 1
     with bench.fleet.claim(bench.d, Role.DECODE, request) as seat:
         for _ in range(12):
@@ -341,6 +343,7 @@ def test_both_legs_at_once() -> None:
     bench.policy.on_prefill_done(request)
     prefill.release()
     seat.grow(1)
+    assert bench.policy.occupancy is not None
     assert bench.policy.occupancy.engines[bench.d.id].requests == 1
     seat.release()
     assert bench.policy.at_rest

@@ -10,7 +10,6 @@ from narwhal_trio.scheduling.fleet import Engine, Fleet, Hold, Work
 from narwhal_trio.scheduling.pricing import (
     Price,
     cheapest_price,
-    own_prefill_seconds,
     price_on,
     refuse_over_budget,
     retry_after,
@@ -245,8 +244,8 @@ def test_cheapest_price_is_over_live_prefill_engines() -> None:
 
 
 def test_own_prefill() -> None:
-    assert own_prefill_seconds(engine("p"), work(K)) == 1.0
-    assert own_prefill_seconds(engine("p", profile=None), work(K)) is None
+    assert engine("p").own_prefill_seconds(work(K)) == 1.0
+    assert engine("p", profile=None).own_prefill_seconds(work(K)) is None
 
 
 def test_a_cached_prefix_is_priced_by_the_warm_fit_where_that_was_measured() -> None:
@@ -267,14 +266,12 @@ def test_a_cached_prefix_is_priced_by_the_warm_fit_where_that_was_measured() -> 
     def priced(cached: int) -> float | None:
         asked = work(K)
         asked.cached = {EngineId("p"): cached}
-        return own_prefill_seconds(on, asked)
+        return on.own_prefill_seconds(asked)
 
-    cold = own_prefill_seconds(on, work(K))
+    cold = on.own_prefill_seconds(work(K))
     assert priced(900) == pytest.approx(1e-3 * (K - 900) + 1e-5 * 900 + 0.01)
     assert priced(99) == priced(K - 9) == priced(0) == cold  # outside of what was measured
-    assert (
-        own_prefill_seconds(engine("other", profile=warm), attrs.evolve(work(K), cached={EngineId("p"): 900})) == cold
-    )
+    assert engine("other", profile=warm).own_prefill_seconds(attrs.evolve(work(K), cached={EngineId("p"): 900})) == cold
     claimed = attrs.evolve(work(K), cached={EngineId("p"): 900})
     fleet = Fleet([on])
     with fleet.claim(on, Role.PREFILL, claimed):
