@@ -26,7 +26,7 @@ import enum
 import math
 from typing import TYPE_CHECKING, Final
 
-import attrs
+import msgspec
 
 from narwhal_trio.scheduling.occupancy import MOST_TOKENS, bucket_of, lowest
 
@@ -54,8 +54,7 @@ class Shortage(enum.Enum):
     TPOT = "tpot"
 
 
-@attrs.frozen
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     """A request about to be prefilled, all times in seconds from now.
 
     input_tokens, output_tokens: its prompt and expected output; 0 for an output of unknown length.

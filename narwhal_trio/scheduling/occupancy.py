@@ -53,6 +53,7 @@ def highest(bucket: int) -> int:
 BUCKETS: Final = bucket_of(MOST_TOKENS) + 1
 HIGHEST: Final = tuple(highest(bucket) for bucket in range(BUCKETS))
 """`highest` of every bucket."""
+_LOWEST: Final = tuple(lowest(bucket) for bucket in range(BUCKETS))
 
 
 class TokensLeft:
@@ -75,24 +76,37 @@ class TokensLeft:
 
     def put(self, bucket: int, kv: int) -> None:
         """A member more; bucket -1: of unknown length."""
-        self._change(bucket, 1, kv)
-
-    def take(self, bucket: int, kv: int) -> None:
-        self._change(bucket, -1, -kv)
-
-    def _change(self, bucket: int, count: int, kv: int) -> None:
-        self.requests += count
+        self.requests += 1
         self.kv_tokens += kv
         if bucket >= 0:
-            self._counts[bucket] += count
+            self._counts[bucket] += 1
             self._kv[bucket] += kv
-            self._counts_16[bucket >> 4] += count
+            self._counts_16[bucket >> 4] += 1
             self._kv_16[bucket >> 4] += kv
+
+    def take(self, bucket: int, kv: int) -> None:
+        """A member less, which was put in with the same numbers or has moved there."""
+        self.requests -= 1
+        self.kv_tokens -= kv
+        if bucket >= 0:
+            self._counts[bucket] -= 1
+            self._kv[bucket] -= kv
+            self._counts_16[bucket >> 4] -= 1
+            self._kv_16[bucket >> 4] -= kv
 
     def move(self, old: int, new: int, kv: int) -> None:
         """One member's tokens left went from one bucket to another; its KV tokens at the end are the same."""
-        self._change(old, -1, -kv)
-        self._change(new, 1, kv)
+        counts, kvs = self._counts, self._kv
+        counts[old] -= 1
+        counts[new] += 1
+        kvs[old] -= kv
+        kvs[new] += kv
+        if old >> 4 != new >> 4:
+            counts, kvs = self._counts_16, self._kv_16
+            counts[old >> 4] -= 1
+            counts[new >> 4] += 1
+            kvs[old >> 4] -= kv
+            kvs[new >> 4] += kv
 
     def requests_below(self, bucket: int) -> int:
         """Members in the buckets before this one."""
@@ -132,13 +146,13 @@ class WaitingDecodes(TokensLeft):
         """Bit n is set while a member's KV tokens fall into bucket n."""
 
     def put(self, bucket: int, kv: int) -> None:
-        self._change(bucket, 1, kv)
+        super().put(bucket, kv)
         size = bucket_of(kv)
         self._sizes[size] += 1
         self._sizes_used |= 1 << size
 
     def take(self, bucket: int, kv: int) -> None:
-        self._change(bucket, -1, -kv)
+        super().take(bucket, kv)
         size = bucket_of(kv)
         self._sizes[size] -= 1
         if not self._sizes[size]:
@@ -166,22 +180,24 @@ class _Decode:
 
     def __init__(self, work: Work, group: TokensLeft, expected: int) -> None:
         self.work = work
-        self.group = group
         self.prefilled = False
-        self.enter(expected)
+        self.enter(group, expected)
 
-    def enter(self, expected: int) -> None:
-        """Count it in its group. expected: output length, 0 if it is not known."""
+    def enter(self, group: TokensLeft, expected: int) -> None:
+        """Count it in a group. expected: output length, 0 if it is not known."""
         work = self.work
         output, wanted = work.output_tokens, work.wanted_tokens or 0
-        self.until = expected if expected > output else max(wanted, output) if wanted > 0 else 0
-        if self.until > 0:
-            self.bucket = bucket_of(self.until - output)
-            self.low = lowest(self.bucket)
-            self.kv = work.input_tokens + self.until
+        self.group = group
+        self.until = until = expected if expected > output else max(wanted, output) if wanted > 0 else 0
+        if until > 0:
+            self.bucket = bucket = bucket_of(until - output)
+            self.low = _LOWEST[bucket]
+            self.kv = kv = work.input_tokens + until
         else:
-            self.bucket, self.low, self.kv = _UNKNOWN, 0, work.length
-        self.group.put(self.bucket, self.kv)
+            self.bucket = bucket = _UNKNOWN
+            self.low = 0
+            self.kv = kv = work.input_tokens + output
+        group.put(bucket, kv)
 
     def leave(self) -> None:
         self.group.take(self.bucket, self.kv)
@@ -198,11 +214,11 @@ class _Decode:
             if left < self.low:
                 bucket = bucket_of(left)
                 self.group.move(self.bucket, bucket, self.kv)
-                self.bucket, self.low = bucket, lowest(bucket)
+                self.bucket, self.low = bucket, _LOWEST[bucket]
         else:
             # Longer than expected: the client's limit is the next guess, and without one there is none.
             self.leave()
-            self.enter(0)
+            self.enter(self.group, 0)
 
 
 class Occupancy:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
+import msgspec
 import pytest
 
 from narwhal_trio.scheduling.capacity import Candidate, Shortage, decode_overload, decode_shortage
@@ -53,7 +54,7 @@ class Decoders:
         self.occupancy.wait(self._work(left, tokens))
 
     def lack(self, **changes: Any) -> Shortage | None:
-        return decode_shortage(self.engines, self.occupancy, attrs.evolve(CANDIDATE, **changes))
+        return decode_shortage(self.engines, self.occupancy, msgspec.structs.replace(CANDIDATE, **changes))
 
 
 def test_nothing_is_refused_without_engines_or_profiles() -> None:
