@@ -7,6 +7,7 @@ Standard library only: it runs before anything is installed. Settings come from 
     NARWHAL_REAL               work folder with the engine environment, logs and pid files (default: .real/ in the checkout)
     NARWHAL_REAL_PREFILL_PORT  29100; the NIXL side channel listens 500 above
     NARWHAL_REAL_DECODE_PORT   29200; likewise
+    NARWHAL_REAL_SPARE_PORT    29300: one more prefill engine of `test_health.py`; one more decode engine 100 above
     NARWHAL_REAL_START_S       300: how long an engine may take to answer /health
 
 Everything binds 127.0.0.1. `start` keeps an engine that already runs, `stop` ends an engine by the process group that
@@ -82,10 +83,19 @@ STARTED: list[subprocess.Popen[bytes]] = []
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine process: its role, its ports, and where its log and pid are kept."""
+    """One engine process: its role, its ports, and where its log and pid are kept. number: among those of its role."""
 
     role: str
     port: int
+    number: int = 0
+
+    @property
+    def iid(self) -> str:
+        return f"{self.role}-{self.number}"
+
+    @property
+    def name(self) -> str:
+        return self.iid if self.number else self.role
 
     @property
     def url(self) -> str:
@@ -93,20 +103,20 @@ class Engine:
 
     @property
     def log(self) -> Path:
-        return WORK / "logs" / f"{self.role}.log"
+        return WORK / "logs" / f"{self.name}.log"
 
     @property
     def pidfile(self) -> Path:
-        return WORK / "run" / f"{self.role}.pid"
+        return WORK / "run" / f"{self.name}.pid"
 
     @property
     def kv_events(self) -> str:
         """A Unix socket, since vLLM binds TCP endpoints only to all interfaces."""
-        return f"ipc://{WORK / 'run' / self.role}-kv.sock"
+        return f"ipc://{WORK / 'run' / self.name}-kv.sock"
 
     @property
     def kv_events_replay(self) -> str:
-        return f"ipc://{WORK / 'run' / self.role}-kv-replay.sock"
+        return f"ipc://{WORK / 'run' / self.name}-kv-replay.sock"
 
     @property
     def command(self) -> list[str]:
@@ -152,7 +162,7 @@ class Engine:
         for port in (self.port, self.port + 500):
             # A process that was just killed may hold its ports for a moment after it left the process table.
             if not wait_for(lambda port=port: port_free(port), 10.0):  # type: ignore[misc]
-                raise SystemExit(f"{self.role}: port {port} is taken; set another one")
+                raise SystemExit(f"{self.name}: port {port} is taken; set another one")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.pidfile.parent.mkdir(parents=True, exist_ok=True)
         chosen = {name: value for name, value in os.environ.items() if name.startswith(("NIXL_", "UCX_"))}
@@ -253,6 +263,12 @@ def pair() -> tuple[Engine, Engine]:
     )
 
 
+def spares() -> tuple[Engine, Engine]:
+    """One more of each role, for tests that take engines away."""
+    first = int(os.environ.get("NARWHAL_REAL_SPARE_PORT") or 29300)
+    return Engine("prefill", first, 1), Engine("decode", first + 100, 1)
+
+
 def start(engines: list[Engine]) -> None:
     """Start what doesn't run yet and wait until each answers."""
     limit_s = float(os.environ.get("NARWHAL_REAL_START_S") or 300)
@@ -265,13 +281,13 @@ def start(engines: list[Engine]) -> None:
         if not engine.healthy():
             tail = engine.log.read_text(errors="replace").splitlines()[-40:]
             why = "still starting" if engine.pid() else "died"
-            print("\n".join(tail), f"{engine.role} engine: {why}; the log is above", sep="\n", file=sys.stderr)
+            print("\n".join(tail), f"{engine.name} engine: {why}; the log is above", sep="\n", file=sys.stderr)
             for other in new:
                 other.stop()
             raise SystemExit(1)
         engine.spread()
         print(
-            f"{engine.role} ready on {engine.url} after {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True
+            f"{engine.name} ready on {engine.url} after {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True
         )
 
 
@@ -290,7 +306,7 @@ def status(engines: list[Engine]) -> None:
     for engine in engines:
         pid = engine.pid()
         health = "healthy" if engine.healthy() else "no answer"
-        print(f"{engine.role}: pid {pid or '-'}, {health} at {engine.url}, {group_memory_mb(pid) if pid else 0} MB")
+        print(f"{engine.name}: pid {pid or '-'}, {health} at {engine.url}, {group_memory_mb(pid) if pid else 0} MB")
 
 
 def group_memory_mb(pgid: int) -> int:
@@ -319,7 +335,7 @@ def config(engines: list[Engine]) -> None:
     sections = [
         f"model = {json.dumps(SERVED_NAME)}",
         *(
-            f'[[engines]]\niid = "{engine.role}-0"\nurl = "{engine.url}"\nrole = "{engine.role}"{kv_keys(engine)}'
+            f'[[engines]]\niid = "{engine.iid}"\nurl = "{engine.url}"\nrole = "{engine.role}"{kv_keys(engine)}'
             for engine in engines
         ),
         "[slo]\nttft_s = 30.0\ntpot_s = 2.0",
