@@ -113,7 +113,7 @@ def test_engine_hangs_in_a_stream(stack: Stack) -> None:
 
 
 def test_decode_engine_dies_in_a_stream(stack: Stack) -> None:
-    """The client learns that its answer is cut off; the router serves again once the engine is back.
+    """The client learns that its answer is cut off. The next one is served: the prefill engine stands in for the engine that is gone.
 
     The new process has another NIXL engine id, so that a router that remembered the old hand-offs would fail here.
     """
@@ -128,14 +128,14 @@ def test_decode_engine_dies_in_a_stream(stack: Stack) -> None:
             body = {"model": stack.model, "messages": [{"role": "user", "content": "Hi"}]}
             reply = post(stack.router, PATHS[CHAT], body)
             assert time.monotonic() - begin < 60.0
-    assert reply.status in {502, 503, 504}, reply.text
-    assert reply.error["type"] in {"backend_unavailable", "decode"}
+    assert reply.status == 200, reply.text
     wait_for_service(stack)
 
 
 def test_prefill_engine_dies(stack: Stack) -> None:
+    """Nobody else prefills, so the decode engine stands in."""
     with dead(process_of(stack, "prefill")):
         reply = post(stack.router, PATHS[COMPLETIONS], long_body(stack, stream=True, tokens=5))
-    assert reply.status in {502, 503, 504}, reply.text
-    assert reply.error["type"] in {"backend_unavailable", "prefill"}
+    assert reply.status == 200, reply.text
+    assert reply.data[-1] == "[DONE]"
     wait_for_service(stack)
