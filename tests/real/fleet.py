@@ -39,17 +39,26 @@ def configuration() -> str:
         config(fleet())
     text = re.sub(r"\[recovery\]\nstate_path = .*", '[recovery]\nstate_path = ""\nreadmit_every = 2', out.getvalue())
     text = re.sub(r"\[journal\]\npath = .*", '[journal]\npath = ""', text)
-    return text.replace("decode_read_timeout_s = 60.0", "decode_read_timeout_s = 20.0")
+    return text.replace("decode_read_timeout_s = 60.0", "decode_read_timeout_s = 45.0")
 
 
 @contextlib.contextmanager
 def router(folder: Path) -> Iterator[Fleet]:
-    """A router in front of all four, as an operator would start it; its log is kept with the engines'."""
-    file, log = folder / "router.toml", WORK / "logs" / "router-health.log"
+    """A router in front of all four, as an operator would start it."""
+    file = folder / "router.toml"
     file.write_text(configuration())
+    with serve(file, "router-health") as url:
+        yield Fleet(url)
+
+
+@contextlib.contextmanager
+def serve(config: Path, name: str) -> Iterator[str]:
+    """The URL of a router; its log is kept with the engines'."""
+    log = WORK / "logs" / f"{name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as err:
         process = subprocess.Popen(
-            [sys.executable, "-m", "narwhal_trio", "serve", "--config", str(file), "--bind", "127.0.0.1:0"],
+            [sys.executable, "-m", "narwhal_trio", "serve", "--config", str(config), "--bind", "127.0.0.1:0"],
             stderr=err,
             stdout=err,
         )
@@ -64,7 +73,7 @@ def router(folder: Path) -> Iterator[Fleet]:
 
         eventually(ready, 180.0, "the router is not up")
         assert url, log.read_text()
-        yield Fleet(url)
+        yield url
     finally:
         process.send_signal(signal.SIGTERM)
         try:

@@ -146,7 +146,7 @@ def test_the_whole_fleet_is_restarted(stack: Stack, run: Fleet) -> None:
 def test_a_stalled_reader_for_60_s_changes_no_engines_health(stack: Stack, run: Fleet) -> None:
     """Its sockets fill; the engine has long finished when it reads on; it gets everything; nothing counts against anybody.
 
-    The router may wait 20 s for an engine's next bytes, a third of the pause.
+    The router waits 45 s for the next bytes of an engine that it reads from, less than the pause.
     """
     body = {
         "model": stack.model,
