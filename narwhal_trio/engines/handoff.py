@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["Handoff", "HandoffInvalid", "Rendezvous", "backend_id", "read_handoff", "rendezvous", "request_of"]
 
 _Block: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
-_LEG_ID: Final = re.compile(r"(.+)-a[0-9]+-(?:prefill|decode)", re.DOTALL)
 _FOREIGN_LEG_ID: Final = re.compile(r"[0-9a-f-]{36}-a[0-9]+-prefill")
 
 
@@ -69,8 +68,11 @@ def backend_id(request_id: str, attempt: int, role: Role) -> str:
 
 def request_of(leg_id: str) -> str:
     """The request id in a backend id."""
-    match = _LEG_ID.fullmatch(leg_id)
-    return leg_id if match is None else match[1]
+    leg, _, role = leg_id.rpartition("-")
+    request_id, _, attempt = leg.rpartition("-a")
+    if request_id and attempt.isdecimal() and attempt.isascii() and role in ("prefill", "decode"):
+        return request_id
+    return leg_id
 
 
 class _UsualChoice(msgspec.Struct, gc=False):
@@ -129,9 +131,8 @@ def _read_usual(body: bytes, leg_id: str, received_at: float) -> Handoff | None:
         return None
     if not text.isascii():
         return None
-    for value in (answer.id, params.remote_request_id):
-        if value is not None and leg_id not in value:
-            return None
+    if _is_foreign(answer.id, leg_id) or _is_foreign(params.remote_request_id, leg_id):
+        return None
     ids = params.remote_block_ids
     kinds = set(map(type, ids))
     if len(kinds) > 1:
@@ -139,6 +140,13 @@ def _read_usual(body: bytes, leg_id: str, received_at: float) -> Handoff | None:
     blocks = len(ids) if int in kinds else sum([len(group) for group in ids if isinstance(group, list)])
     tokens = None if answer.usage is None else answer.usage.prompt_tokens
     return Handoff(text, request_of(leg_id), received_at, params.remote_engine_id, blocks, tokens)
+
+
+def _is_foreign(value: str | None, leg_id: str) -> bool:
+    """Whether an id that an engine gives is made from the id of another leg."""
+    if value is None or leg_id in value or "-prefill" not in value:
+        return False
+    return _FOREIGN_LEG_ID.search(value) is not None
 
 
 def _read(body: bytes, leg_id: str, received_at: float) -> Handoff:
@@ -163,7 +171,7 @@ def _read(body: bytes, leg_id: str, received_at: float) -> Handoff:
         raise HandoffInvalid(f"{_PARAMS}.remote_engine_id is not a non-empty string")
     blocks = _count_blocks(params.get("remote_block_ids", _NULL))
     for value in (_text(answer.get("id")), _text(params.get("remote_request_id"))):
-        if value is not None and leg_id not in value and _FOREIGN_LEG_ID.search(value):
+        if value is not None and _is_foreign(value, leg_id):
             raise HandoffInvalid(f"the answer belongs to {value[:200]}")
     return Handoff(text, request_of(leg_id), received_at, engine, blocks, _prompt_tokens(answer.get("usage")))
 

@@ -26,6 +26,8 @@ CONTROL: Final = re.compile(rb"[\x00-\x1f]")
 _ESCAPED: Final = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+')
 _LIST: Final = b"0123456789,"
 _NEVER: Final = 1 << 62
+_LASTS: Final = 2
+"""Frames that end a stream, with a finish reason and as `[DONE]`: often in one read with a run."""
 _ZERO: Final = 48
 BEGIN: Final = b"data: "
 END: Final = b"\n\n"
@@ -149,6 +151,10 @@ class Template:
         head, mid, tail = self._head, self._mid, self._tail or self._mid
         begin, end, before = len(head), len(END) - len(tail), 1 - len(mid)
         lines = frames.split(b"\n")[:-1:2]
+        inside = mid if self._tail else mid[: -len(END)]
+        for _ in range(_LASTS):
+            if lines and not (lines[-1].startswith(head) and inside in lines[-1]):
+                lines.pop()
         lists: list[bytes] = []
         if self._tail:
             cut = [line[begin:end].rpartition(b"[") for line in lines]

@@ -33,7 +33,10 @@ _HEAD_END: Final = b"\r\n\r\n"
 
 _CHUNKED_HEAD: Final = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 _LAST_CHUNK: Final = b"0\r\n\r\n"
-_CHUNK_SIZE: Final = re.compile(rb"([1-9a-fA-F][0-9a-fA-F]{0,6})\r\n")
+_CHUNK_SIZE: Final = re.compile(rb"[1-9a-fA-F][0-9a-fA-F]{0,6}")
+_SIZE_LINE: Final = 9
+"""Bytes of the longest such line."""
+_KNOWN_SIZES: Final = 4096
 
 _HEAD, _LENGTH, _CHUNKED, _UNTIL_CLOSE, _ENDED = range(5)
 
@@ -103,6 +106,7 @@ class ResponseParser:
         "_persistent",
         "_surplus",
         "_tail",
+        "complete",
         "headers",
         "started",
         "status",
@@ -112,6 +116,7 @@ class ResponseParser:
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.started = False
+        self.complete = False
         self._mode = _HEAD
         self._no_body = method == b"HEAD"
         self._head: bytearray | None = None
@@ -130,12 +135,8 @@ class ResponseParser:
         return self._mode != _HEAD
 
     @property
-    def complete(self) -> bool:
-        return self._mode == _ENDED
-
-    @property
     def keep_alive(self) -> bool:
-        return self._mode == _ENDED and self._persistent and not self._surplus
+        return self.complete and self._persistent and not self._surplus
 
     @property
     def content_length(self) -> int | None:
@@ -166,9 +167,13 @@ class ResponseParser:
         if self._fault is not None:
             raise MalformedResponse(self._fault)
         if self._mode == _UNTIL_CLOSE:
-            self._mode = _ENDED
+            self._end()
         self._persistent = False
         return self._mode == _ENDED
+
+    def _end(self) -> None:
+        self._mode = _ENDED
+        self.complete = True
 
     @property
     def fault(self) -> str | None:
@@ -246,7 +251,7 @@ class ResponseParser:
         self.headers = head.headers.copy()
         self._persistent = head.persistent
         if self._no_body or head.status in (204, 304) or head.length == 0:
-            self._mode = _ENDED
+            self._end()
         elif head.chunked:
             self._mode = _CHUNKED
         elif head.length is not None:
@@ -287,26 +292,32 @@ class ResponseParser:
         if len(body) >= self._left:
             self._surplus = len(body) > self._left
             body = body[: self._left]
-            self._mode = _ENDED
+            self._end()
         self._left -= len(body)
         return body
 
     def _feed_chunked(self, data: bytes | bytearray) -> bytes:
         parser, collector, parts = self._chunked, self._collector, _NOTHING
-        # The last bytes seen, enough to tell an end from an end with empty lines after it, which llhttp skips in silence.
-        tail = self._tail = bytes(data) if len(data) >= 6 else (self._tail + data)[-6:]
         if parser is None or collector is None:
+            data = bytes(data)
+            # Engines send each event as a chunk, so that one chunk is what a read brings nearly always.
+            begin = data.find(b"\n", 0, _SIZE_LINE) + 1
+            if begin and _sizes[data[:begin]] + begin + 2 == len(data) and data.endswith(b"\r\n"):
+                self._idle_bytes = 0
+                return data[begin:-2]
             parts, end = _whole_chunks(data)
             if end == len(data):
                 self._idle_bytes = 0
-                return parts[0] if len(parts) == 1 else b"".join(parts)
+                return b"".join(parts)
             data = data[end:]
             if data == _LAST_CHUNK:
-                self._mode = _ENDED
+                self._end()
                 return parts[0] if len(parts) == 1 else b"".join(parts)
             collector = self._collector = _Collector()
             parser = self._chunked = httptools.HttpResponseParser(collector)
             parser.feed_data(_CHUNKED_HEAD)
+        # The last bytes seen, enough to tell an end from an end with empty lines after it, which llhttp skips in silence.
+        tail = self._tail = bytes(data) if len(data) >= 6 else (self._tail + data)[-6:]
         try:
             parser.feed_data(data)
         except httptools.HttpParserError as exc:
@@ -317,7 +328,7 @@ class ResponseParser:
         body = parts[0] if len(parts) == 1 else b"".join(parts)
         if collector.message_complete:
             self._surplus = collector.next_message or not tail.endswith(_HEAD_END) or tail.endswith(b"\r\n\r\n\r\n")
-            self._mode = _ENDED
+            self._end()
             self._chunked = self._collector = None
         elif self._fault is not None:
             if not body:
@@ -338,15 +349,30 @@ class ResponseParser:
 _NOTHING: Final[list[bytes]] = []
 
 
-def _whole_chunks(data: bytes | bytearray) -> tuple[list[bytes], int]:
+class _Sizes(dict[bytes, int]):
+    """Length of a chunk by the line that says it, in its plain form; far below 0 for any other line."""
+
+    def __missing__(self, line: bytes) -> int:
+        plain = line.endswith(b"\r\n") and _CHUNK_SIZE.fullmatch(line, 0, len(line) - 2) is not None
+        size = int(line, 16) if plain else _NO_SIZE
+        if len(self) >= _KNOWN_SIZES:
+            self.clear()
+        self[line] = size
+        return size
+
+
+_NO_SIZE: Final = -(1 << 62)
+_sizes: Final = _Sizes()
+
+
+def _whole_chunks(data: bytes) -> tuple[list[bytes], int]:
     """The bodies of the whole chunks in plain form that `data` begins with, and where the first byte after them stands."""
     parts: list[bytes] = []
-    position, match = 0, _CHUNK_SIZE.match
-    while (size := match(data, position)) is not None:
-        begin = size.end()
-        end = begin + int(size[1], 16)
-        if not data.startswith(b"\r\n", end):
+    position = 0
+    while (begin := data.find(b"\n", position, position + _SIZE_LINE) + 1) > 0:
+        end = begin + _sizes[data[position:begin]]
+        if end < begin or not data.startswith(b"\r\n", end):
             break
-        parts.append(bytes(data[begin:end]))
+        parts.append(data[begin:end])
         position = end + 2
     return parts, position
