@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from narwhal_trio.engines import handoff as handoffs
-from narwhal_trio.engines.handoff import Handoff, HandoffInvalid, backend_id, read_handoff, rendezvous, request_of
+from narwhal_trio.engines.handoff import (
+    Handoff,
+    HandoffInvalid,
+    _read,
+    _read_usual,
+    backend_id,
+    read_handoff,
+    rendezvous,
+    request_of,
+)
 from narwhal_trio.types import Role
 
 DATA = Path(__file__).parents[1] / "data" / "engines" / "vllm-0.32.0"
@@ -130,6 +140,37 @@ def test_an_answer_to_another_leg_is_refused() -> None:
         read(answer(remote_request_id=f"cmpl-{other}-0-ab"))
     with pytest.raises(HandoffInvalid, match="belongs to"):
         read({**answer(), "id": f"cmpl-{RID}-a2-prefill"})
+
+
+@pytest.mark.parametrize(
+    "own", [None, "cmpl-1", f"cmpl-{LEG}", f"{LEG}-0-ab", f"{RID}-a2-prefill", "x-prefill", "00000000-a1-decode"]
+)
+def test_the_quick_way_reads_what_the_careful_one_reads(own: str | None) -> None:
+    body = json.dumps({**answer(), "id": own, "usage": {"prompt_tokens": 7}}).encode()
+    quick = _read_usual(body, LEG, 1.0)
+    if own == f"{RID}-a2-prefill":
+        assert quick is None
+    else:
+        assert quick == _read(body, LEG, 1.0)
+
+
+@pytest.mark.parametrize(
+    "leg",
+    [
+        "r-a1-prefill",
+        "a-a1-a2-decode",
+        "-a1-decode",
+        "r-a-decode",
+        "r-a1-other",
+        "r-a\u0661-decode",
+        "r",
+        "r-a1-",
+        "\n-a1-decode",
+    ],
+)
+def test_the_request_of_a_leg_is_what_comes_before_its_attempt_and_role(leg: str) -> None:
+    match = re.fullmatch(r"(.+)-a[0-9]+-(?:prefill|decode)", leg, re.DOTALL)
+    assert request_of(leg) == (match[1] if match else leg)
 
 
 def test_backend_ids() -> None:

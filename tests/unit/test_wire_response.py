@@ -8,7 +8,7 @@ import pytest
 
 from narwhal_trio.wire import response
 from narwhal_trio.wire.errors import MalformedResponse
-from narwhal_trio.wire.response import MAX_HEAD, MAX_HEADER_LINES, MAX_INTERIM, ResponseParser
+from narwhal_trio.wire.response import MAX_HEAD, MAX_HEADER_LINES, MAX_INTERIM, ResponseParser, _sizes
 
 DATA = Path(__file__).parent.parent / "data" / "wire"
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -260,6 +260,31 @@ def test_bad_chunks_fail_after_the_good_bytes_before_them(bad: bytes, step: int 
         parser.feed(b"x")
     with pytest.raises(MalformedResponse):
         parser.feed_eof()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [b"+4\r\ngood\r\n", b"0x4\r\ngood\r\n", b" 4\r\ngood\r\n", b"4 \r\ngood\r\n", b"4\ngood\r\n", b"4\r\ngood\n\n", b"4\r\ngoods\r\n",
+     b"1_0\r\n0123456789012345\r\n"],
+)  # fmt: skip
+def test_a_read_that_looks_like_one_chunk_is_none_unless_it_is_spelled_like_one(read: bytes) -> None:
+    parser, body = parse(CHUNKED + b"4\r\ngood\r\n")
+    assert body == b"good"
+    assert parser.feed(b"4\r\ngood\r\n") == b"good"
+
+    def feed_on() -> None:
+        while True:  # bytes before the fault come first
+            assert parser.feed(read) in (b"good", b"")
+
+    with pytest.raises(MalformedResponse, match="bad chunked body"):
+        feed_on()
+
+
+def test_sizes_are_known_by_their_lines_within_bounds() -> None:
+    parser, _ = parse(CHUNKED)
+    for size in range(1, 6000):
+        assert len(parser.feed(b"%x\r\n%b\r\n" % (size, b"x" * size))) == size
+    assert len(_sizes) <= 4096
 
 
 def test_heads_are_bounded() -> None:
