@@ -101,6 +101,8 @@ class Sink(abc.ABC):
     # False if something is left: then `flush` must be awaited before anything else. They raise what their namesakes raise.
 
     _rest: Callable[[], Awaitable[None]] | None = None
+    on_taken: Callable[[], None] | None = None
+    """Called each time when the client has taken a part of what a `flush` sends, where the edge can tell: it does read, if slowly."""
 
     def respond_nowait(self, status: int, headers: Headers, body: bytes) -> bool:
         self._rest = partial(self.respond, status, headers, body)

@@ -30,6 +30,8 @@ _LAST_CHUNK: Final = b"0\r\n\r\n"
 _LINGER_0: Final = struct.pack("ii", 1, 0)
 _BURST: Final = 64
 """Writes in a row that the transport took at once before other tasks get a turn."""
+_PIECE: Final = 65536
+"""Bytes between two notes that a slow client does read."""
 
 
 def encode_head(status: int, headers: Headers, framing: bytes) -> bytes:
@@ -234,6 +236,13 @@ class Http1Sink(EdgeSink):
         self._pending = b""
         await self._put(data)
 
+    async def _put_rest(self, rest: memoryview) -> None:
+        while rest:
+            await self._stream.send_all(rest[:_PIECE])
+            rest = rest[_PIECE:]
+            if rest and self.on_taken is not None:
+                self.on_taken()
+
     async def _put(self, data: bytes | memoryview) -> None:
         # Whatever leaves this block early, a cancellation too, leaves `clean` False: part of `data` may be on its way.
         self.clean = False
@@ -241,7 +250,7 @@ class Http1Sink(EdgeSink):
             sent = self._stream.send_nowait(data)
             if sent != len(data):
                 self._burst = 0
-                await self._stream.send_all(memoryview(data)[sent:])
+                await self._put_rest(memoryview(data)[sent:])
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             self._lost()
             raise

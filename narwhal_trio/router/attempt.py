@@ -33,7 +33,7 @@ _ATTEMPT_MILESTONES: Final = ("prefill_sent", "prefilled", "decode_sent", "first
 
 async def run_attempt(run: RequestRun) -> Outcome | LegFailure:
     """One try at serving `run`; an `Outcome` is final, a `LegFailure` may be retried."""
-    if run.held is not None and run.held.usable_until <= trio.current_time():
+    if run.held is not None and run.held.usable_until <= run.core.now():
         run.let_go()
     # With the KV of the attempt before, that attempt's prefill is this one's, too.
     for milestone in _ATTEMPT_MILESTONES if run.held is None else _ATTEMPT_MILESTONES[2:]:
@@ -147,7 +147,7 @@ async def _prefill(
     engine = claim.engine.id
     if meeting is None:
         run.phase = Phase.PREFILL
-    now = trio.current_time()
+    now = core.now()
     run.mark("prefill_sent", now)
     leg_id = backend_id(run.rid, run.record.attempts, Role.PREFILL)
     leg = core.dialect.prefill_leg(request, model=core.config.model, leg_id=leg_id, rendezvous=meeting)
@@ -159,7 +159,7 @@ async def _prefill(
             body = await exchange.read_all(core.config.serving.max_response_bytes)
     except WireError as exc:
         return LegFailure.of_wire(exc, engine, Phase.PREFILL, Role.PREFILL)
-    now = trio.current_time()
+    now = core.now()
     run.mark("prefilled", now)
     try:
         handoff = core.dialect.read_handoff(body, leg_id=leg_id, received_at=now)
@@ -201,7 +201,7 @@ async def _decode(
         handoff=handoff,
         rendezvous=meeting,
     )
-    now = trio.current_time()
+    now = core.now()
     run.mark("decode_sent", now)
     return await relay(run, claim, leg, gate, now, timer)
 

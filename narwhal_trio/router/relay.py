@@ -76,6 +76,7 @@ class _Relay:
         self.claim = claim
         self.gate = gate
         self.timer = timer
+        self.clock = core.now
         self.left = False
         """`sink.write_nowait` took only a part."""
         self.gone = False
@@ -141,7 +142,7 @@ class _Relay:
             if self.out:
                 out, self.out = self.out, b""
                 await self._deliver(out)
-                written_at = trio.current_time()
+                written_at = self.clock()
                 self.held_s += written_at - self.now
                 if written_at - self.now > _SLOW_CLIENT_S:
                     self.book()
@@ -158,7 +159,7 @@ class _Relay:
         """
         fold = self.fold
         self.asked_at = self.now
-        self.now = now = trio.current_time()
+        self.now = now = self.clock()
         if data is None:
             self.ended = True
             out = fold.end()
@@ -270,8 +271,13 @@ class _Relay:
         run.answered = True
 
     async def _flush(self) -> None:
-        self.timer.client()
-        await self.run.sink.flush()
+        sink, timer = self.run.sink, self.timer
+        timer.client()
+        sink.on_taken = timer.client  # the bound is for a client that does not read, however much there is to be read
+        try:
+            await sink.flush()
+        finally:
+            sink.on_taken = None
 
 
 async def relay(

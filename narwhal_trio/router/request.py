@@ -192,7 +192,7 @@ class RequestRun:
                 self.sized = trio.Event()
                 self._beside(nursery, self._size, "size")
             with await admission_seat(self):
-                seated_at = trio.current_time() if self.record.queue_waits.admission else now
+                seated_at = self.core.now() if self.record.queue_waits.admission else now
                 try:
                     if self.sized is not None:
                         self.phase = Phase.SIZING
@@ -203,7 +203,7 @@ class RequestRun:
                     return await self._attempts()
                 finally:
                     self.let_go()
-                    self.record.seat_s = trio.current_time() - seated_at
+                    self.record.seat_s = self.core.now() - seated_at
         except Refusal as refusal:
             return refusal.outcome(self.phase)
 
@@ -249,7 +249,7 @@ class RequestRun:
         except Refusal as refusal:
             self.record.input_sized = refusal.condition in SIZED_REFUSALS
             raise
-        now = trio.current_time()
+        now = self.core.now()
         exact = self.request.prompt_tokens
         self.work = Work(
             self.rid,
@@ -277,7 +277,7 @@ class RequestRun:
             self.work.input_tokens, self.work.exact = counted.tokens, True
             if counted.ids is not None:
                 prefix_cache.learn(self, counted.ids)
-            self.core.policy.on_sized(self.work, trio.current_time())
+            self.core.policy.on_sized(self.work, self.core.now())
         self.sized.set()
 
     async def _attempts(self) -> Outcome:
@@ -347,7 +347,7 @@ class RequestRun:
 
     def mark(self, milestone: str, now: float | None = None) -> None:
         """Note an instant of the timeline; a later attempt overwrites an earlier one. now: where the caller knows it already."""
-        self.record.milestones[milestone] = (trio.current_time() if now is None else now) - self.arrived_at
+        self.record.milestones[milestone] = (self.core.now() if now is None else now) - self.arrived_at
         if self.core.events.heard:
             self.core.events.publish("request_milestone", rid=self.rid, milestone=milestone, phase=self.phase.value)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 
@@ -10,7 +11,8 @@ import pytest
 import trio
 
 from narwhal_trio.control.probes import ProbeResult
-from narwhal_trio.testing import World, run_world
+from narwhal_trio.engine_sim.config import TimeModel
+from narwhal_trio.testing import Link, World, run_world
 from narwhal_trio.types import EngineId, Role
 from narwhal_trio.wire.stream import parse_address
 from tests.sim.fleet import CHAT, COMPLETIONS, ROUTER, chat, fleet
@@ -169,3 +171,32 @@ def test_frames_that_come_before_the_upgrade_was_accepted_are_neither_lost_nor_a
             assert f.router.edge_state.faults == 0
 
     run_world(main, 6)
+
+
+@pytest.mark.parametrize(("rate", "served"), [(8192, True), (2048, False)])
+def test_a_long_answer_is_cut_for_a_reader_that_stands_still_and_not_for_one_that_takes_its_time(
+    rate: int, served: bool
+) -> None:
+    """rate: bytes a second that the client takes; the answer takes it longer than the bound in either case."""
+
+    async def main(world: World) -> None:
+        world.network.set_link("router", 8000, Link(capacity=2048))
+        async with fleet(world, server={"write_timeout_s": 10.0}, time=TimeModel().scaled(0.001)) as f:
+            client = await f.client()
+            await client.send_request(
+                "POST", COMPLETIONS, json={"prompt": "x", "max_tokens": 30_000, "ignore_eos": True}
+            )
+            got, began = 0, trio.current_time()
+            with contextlib.suppress(trio.BrokenResourceError):
+                while piece := await client.stream.receive_some(rate):
+                    got += len(piece)
+                    if got > 150_000 or piece.endswith(b"}}"):
+                        break
+                    await trio.sleep(len(piece) / rate)
+            assert (got > 130_000) == served
+            assert trio.current_time() - began > 10
+            client.disconnect()
+            await f.at_rest()
+            assert f.rows[-1]["condition"] == ("completed" if served else "client_gone")
+
+    run_world(main, 4)
