@@ -119,17 +119,7 @@ class RouterCore:
         self.wire = Wire(timed, limit_per_address=serving.max_connections)
         # Probes and sizing have connections of their own: a full data pool must never look like a sick engine.
         self.control_wire = Wire(timed, limit_per_address=config.control_connections)
-        self.engine_auth = "engine-credential" if credential else "boundary"
-        self.bearer: Headers = [(b"authorization", b"Bearer " + credential.encode())] if credential else []
-        self.engine_headers: Headers = [
-            (b"content-type", b"application/json"),
-            (b"accept", b"*/*"),
-            *self.bearer,
-        ]
-        """On every call that carries a body."""
-        self.heads = {
-            engine: self.wire.head(address, self.engine_headers) for engine, address in self.addresses.items()
-        }
+        self._prepare_calls(credential)
         self.fleet = Fleet(_engines(config, profiles or {}), on_change=self._fleet_changed)
         self.admission: FifoQueue[AdmissionSeat] = (
             FairQueue(serving.queue_capacity, weights) if serving.fair_queue else FifoQueue(serving.queue_capacity)
@@ -173,6 +163,20 @@ class RouterCore:
         self.events = Broadcast()
         self.idle = trio.Event()
         self.idle.set()
+
+    def _prepare_calls(self, credential: str) -> None:
+        """What every call of an engine begins with."""
+        self.engine_auth = "engine-credential" if credential else "boundary"
+        self.bearer: Headers = [(b"authorization", b"Bearer " + credential.encode())] if credential else []
+        self.engine_headers: Headers = [
+            (b"content-type", b"application/json"),
+            (b"accept", b"*/*"),
+            *self.bearer,
+        ]
+        """On every call that carries a body."""
+        self.heads = {
+            engine: self.wire.head(address, self.engine_headers) for engine, address in self.addresses.items()
+        }
 
     # -- a request's coming and going ----------------------------------------------------------------------------------------
 

@@ -198,16 +198,7 @@ class Exchange:
             await self._send_while_reading(stream, memoryview(request)[count:])
             return
         self._note_sent(self.timings.connected_at)
-        parser = self._parser
-        while not parser.head_done:  # as `_read_head`
-            try:
-                data = await stream.receive_when_ready(MAX_RECEIVE)
-            except trio.BrokenResourceError as exc:
-                raise self._lost(str(exc)) from exc
-            if not data:
-                raise self._lost(_NO_ANSWER)
-            self._full_read = len(data) == MAX_RECEIVE
-            self._ready = self._feed(data)
+        await self._read_head(stream)
 
     def _note_sent(self, now: float | None = None) -> None:
         self._sent = True
@@ -238,9 +229,13 @@ class Exchange:
     async def _read_head(self, stream: Stream) -> None:
         parser = self._parser
         while not parser.head_done:
-            data = await self._receive(stream)
+            try:
+                data = await stream.receive_when_ready(MAX_RECEIVE)
+            except trio.BrokenResourceError as exc:
+                raise self._lost(str(exc)) from exc
             if not data:
-                raise self._lost(_NO_ANSWER)
+                raise self._lost("connection ended by the engine")
+            self._full_read = len(data) == MAX_RECEIVE
             self._ready = self._feed(data)
 
     # ---- the body
@@ -400,4 +395,3 @@ class Exchange:
 
 
 _CLOSED = "this exchange was already closed"
-_NO_ANSWER = "connection ended by the engine"
