@@ -32,8 +32,11 @@ log = structlog.get_logger(__name__)
 ATTESTATION_PATH: Final = b"/v1/attestation"
 
 
-async def read_identity(access: EngineAccess, engine: EngineId) -> Identity:
-    """Ask one engine, within `engine.health_timeout_s` altogether. What it did not answer in time is unknown."""
+async def read_identity(access: EngineAccess, engine: EngineId, known: Identity | None = None) -> Identity:
+    """Ask one engine, within `engine.health_timeout_s` altogether. What it did not answer in time is unknown.
+
+    known: what it was before. While it is the same process, it is asked no more than that.
+    """
     calls = EngineCalls(access)
     pages: list[bytes | None] = [None] * len(access.dialect.identity_paths)
     with trio.move_on_after(access.config.engine.health_timeout_s):
@@ -42,6 +45,9 @@ async def read_identity(access: EngineAccess, engine: EngineId) -> Identity:
                 pages[index] = await calls.get(engine, path)
             except CallFailed:
                 continue
+            found = access.dialect.read_identity(*pages)
+            if known is not None and found.process_start is not None and found.process_start == known.process_start:
+                return known
     return access.dialect.read_identity(*pages)
 
 
@@ -79,7 +85,7 @@ class Identities:
 
     async def read(self, engine: EngineId, *, attest: bool = False) -> Read:
         """Ask an engine. attest: its sidecar, too, if a contract wants one; else only where the process is new. Changes nothing."""
-        found = await read_identity(self._access, engine)
+        found = await read_identity(self._access, engine, self.known.get(engine))
         config = self._access.config
         new = restarted(self.starts.get(engine), found.process_start)
         read = Read(identity=found, stranger=stranger(config, found), restarted=new)

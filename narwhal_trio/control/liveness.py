@@ -55,6 +55,9 @@ class Liveness:
         self._health = health
         self._passes = 0
         self._watches = {engine.id: _Watch() for engine in core.fleet}
+        spread_s = core.config.controller.monitor_interval_s / 2 / len(self._watches)
+        self._turn_s = {iid: number * spread_s for number, iid in enumerate(self._watches)}
+        """Within half a pass one engine after another is asked who it is, so that a large fleet's answers come between requests."""
         self.failure: Exception | None = None
 
     def misses(self, engine: EngineId) -> int:
@@ -149,8 +152,10 @@ class Liveness:
                 await self._health.try_return(engine)
             return
         if probe.passed:
-            watch.seen = True
+            known, watch.seen = watch.seen, True
             machine.passed(engine.id, Evidence.HEALTH)
+            if known:
+                await trio.sleep(self._turn_s[engine.id])
             await self._health.identify(engine)
         elif probe.result is not ProbeResult.INCONCLUSIVE:
             self._miss(engine, watch, probe)

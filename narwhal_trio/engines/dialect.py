@@ -66,7 +66,7 @@ class Dialect(abc.ABC):
     version_path: ClassVar[str]
     metrics_path: ClassVar[str] = "/metrics"
     identity_paths: ClassVar[tuple[str, ...]]
-    """Pages that together tell who an engine is, in the order of `read_identity`."""
+    """Pages that together tell who an engine is, in the order of `read_identity`; first the one with its process start, if any has it."""
     count_fields: ClassVar[tuple[str, ...]]
     """Fields of a chat request that change its token count and that `/tokenize` takes too."""
 

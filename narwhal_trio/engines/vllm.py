@@ -70,14 +70,15 @@ class VLLM(Dialect):
     name: ClassVar[str] = "vllm"
     rendezvous: ClassVar[bool] = False
     version_path: ClassVar[str] = "/version"
-    identity_paths: ClassVar[tuple[str, ...]] = ("/version", "/v1/models", "/metrics")
+    identity_paths: ClassVar[tuple[str, ...]] = ("/metrics", "/version", "/v1/models")
     count_fields: ClassVar[tuple[str, ...]] = (
         *("tools", "chat_template", "chat_template_kwargs", "continue_final_message"),
         *("add_generation_prompt", "add_special_tokens"),
     )
 
     def read_identity(self, *pages: bytes | None) -> identity.Identity:
-        return identity.read_vllm(*pages)
+        metrics, version, models = pages
+        return identity.read_vllm(version, models, metrics)
 
     def accounting(self, endpoint: Endpoint) -> Accounting:  # noqa: ARG002 - both routes alike
         return Accounting.TOKEN_IDS

@@ -169,7 +169,7 @@ def test_an_engine_killed_under_load_is_out_in_seconds_and_back_after_a_real_han
             assert (row["iid"], row["evidence"]) == ("d1", "verification")
             assert row["at"] - restarted_at < 6
             legs = [(r.path, r.leg) for r in s.engines["d1"].requests if r.at > restarted_at]
-            asked = [("/health", ""), ("/v1/models", ""), ("/version", ""), ("/v1/models", ""), ("/metrics", "")]
+            asked = [("/health", ""), ("/v1/models", ""), ("/metrics", ""), ("/version", ""), ("/v1/models", "")]
             assert legs[:6] == [*asked, ("/v1/completions", "decode")]
             await trio.sleep(3)
             assert [r for r in s.engines["d1"].requests if r.at > row["at"] and r.path == CHAT], "it has work again"

@@ -39,6 +39,8 @@ def test_an_engine_that_was_started_again_is_verified_before_it_gets_more_work()
             await trio.sleep(5)
             before = (await s.get("a", "/narwhal/state")).json()["identity"]["d0"]
             assert before["restarts"] == 0
+            asked = [r.path for r in s.engines["d0"].requests]
+            assert asked == ["/health", "/metrics", "/version", "/v1/models", *["/health", "/metrics"] * 2]
             await replace(s, "d0")
             await trio.sleep(4)
             now = (await s.get("a", "/narwhal/state")).json()["identity"]["d0"]

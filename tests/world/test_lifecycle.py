@@ -20,7 +20,7 @@ from tests.world.routers import Site, refusal, site
 QUICK = {"state_path": "", "liveness_every": 1, "liveness_misses": 2, "readmit_every": 3}
 DRAIN, READMIT, VIEW = "/narwhal/lifecycle/drain", "/narwhal/lifecycle/readmit", "/narwhal/lifecycle"
 
-IDENTITY = [(path, "", 200) for path in ("/version", "/v1/models", "/metrics")]
+IDENTITY = [(path, "", 200) for path in ("/metrics", "/version", "/v1/models")]
 """What is asked of an engine to know who it is."""
 
 
