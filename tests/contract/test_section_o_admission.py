@@ -484,6 +484,7 @@ def test_o19_every_terminal_has_its_counter_and_its_row(tmp_path: Path) -> None:
         table = profiles(tmp_path, "p0", "d0")
         limits = {"admission": "predictive", "max_connections": 1, "queue_capacity": 1, "queue_timeout_s": 1.0}
         async with fleet(world, time=SLOW, serving=limits, profiles=table) as f:
+            pin_all(f.router.core)  # the other engine would stand in for one that fails
 
             async def send(body: Any, status: int | None, *, leave_after_s: float = 0.0, **headers: str) -> None:
                 client = await f.client()

@@ -242,6 +242,10 @@ def check_engine_body(exchange: Exchange, call: Call, backend: str) -> None:
     body = decoded_body(exchange)
     if body is not None and not exchange.request.raw:
         came = strict(body)
+        if backend == "sglang" and not came.get("stream"):
+            own = own | {
+                "stream_options"
+            }  # asked for by the router: nobody else knows the usage of an answer without ids
         for name in set(sent) - ROUTERS - own:
             must(name in came and came[name] == sent[name], "a field that was changed on its way", name)
         if not prefill:

@@ -82,11 +82,13 @@ class Fleet:
         return [r for r in seen if not (r.header("x-request-id") or "").endswith("-release")]
 
     def working(self) -> dict[str, int]:
-        """Engines that work for some client, and on how many requests. The router's own hand-off checks are its own affair."""
+        """Engines that work for some client, and on how many requests. The router's own checks and questions are its own affair."""
         found = {}
         for name, engine in self.engines.items():
             state = engine.state()
-            unanswered = [request for request in state.requests if request.ended_at is None]
+            unanswered = [
+                request for request in state.requests if request.ended_at is None and request.method == "POST"
+            ]
             own = sum(b"hand-off check" in request.body for request in unanswered)
             if busy := max(state.running + state.waiting - own, len(unanswered) - own):
                 found[name] = busy

@@ -28,7 +28,7 @@ from narwhal_trio.scheduling.fleet import Hold
 from narwhal_trio.testing import Link, World, run_world
 from narwhal_trio.types import Role
 from tests.contract.test_section_o_admission import profiles
-from tests.sim.fleet import CHAT, COMPLETIONS, Fleet, chat, fleet
+from tests.sim.fleet import CHAT, COMPLETIONS, Fleet, chat, fleet, pin_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -232,7 +232,10 @@ async def history(world: World, requests: int, folder: Path) -> Counter[str]:
         rng, folder, [f"p{n}" for n in range(prefill)] + [f"d{n}" for n in range(decode)], predictive=predictive
     )
     leaves_at = rng.choice([None, None, None, rng.uniform(0.7, 1)])
+    pinned = rng.random() < 0.5
     async with fleet(world, prefill, decode, time=FAST, sim={"lease_s": 10.0}, **sections) as f:
+        if pinned:
+            pin_all(f.router.core)
         numbers = iter(range(requests))
 
         async def clients() -> None:
