@@ -39,7 +39,8 @@ def configuration() -> str:
         config(fleet())
     text = re.sub(r"\[recovery\]\nstate_path = .*", '[recovery]\nstate_path = ""\nreadmit_every = 2', out.getvalue())
     text = re.sub(r"\[journal\]\npath = .*", '[journal]\npath = ""', text)
-    return text.replace("decode_read_timeout_s = 60.0", "decode_read_timeout_s = 45.0")
+    text = text.replace("decode_read_timeout_s = 60.0", "decode_read_timeout_s = 45.0")
+    return f"{text}\n[server]\nwrite_timeout_s = 120.0\n"  # longer than a client here stops reading
 
 
 @contextlib.contextmanager
