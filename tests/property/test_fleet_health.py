@@ -58,7 +58,8 @@ class Evidences(RuleBasedStateMachine):
         state = self.health.engines[engine].state
         self.health.signal(engine, signal, self.now, detail="x")
         if self.health.engines[engine].state is State.EJECTED and state is not State.EJECTED:
-            assert covered or signal is Signal.ROLE_UNKNOWN
+            # What cannot do the work of this fleet is out even where nobody else is left.
+            assert covered or signal in (Signal.ROLE_UNKNOWN, Signal.STRANGER)
         if state is State.EJECTED and signal is Signal.READMITTED:
             assert self.health.engines[engine].streaks == {}
 
