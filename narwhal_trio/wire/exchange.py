@@ -229,13 +229,9 @@ class Exchange:
     async def _read_head(self, stream: Stream) -> None:
         parser = self._parser
         while not parser.head_done:
-            try:
-                data = await stream.receive_when_ready(MAX_RECEIVE)
-            except trio.BrokenResourceError as exc:
-                raise self._lost(str(exc)) from exc
+            data = await self._receive(stream)
             if not data:
                 raise self._lost("connection ended by the engine")
-            self._full_read = len(data) == MAX_RECEIVE
             self._ready = self._feed(data)
 
     # ---- the body
